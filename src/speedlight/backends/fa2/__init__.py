@@ -1,0 +1,213 @@
+"""The `fa2` backend: FlashAttention-2 in Triton, for every GPU that Triton compiles for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import launch
+from ...launch import Launch
+from ...problem import AttentionProblem
+from ...target import Target, target_of
+from ..contract import Grads, Inputs, Needs
+from .backward import _attn_bwd_delta_kernel, _attn_bwd_dkdv_kernel, _attn_bwd_dq_kernel
+from .forward import _attn_fwd_kernel
+from .tiles import backward_tile, block_dim, forward_tile
+
+_MAX_HEAD_DIM = 256
+_DELTA_ROWS = 64
+# K and V of the heads in flight should stay in the L2 cache; a conservative share of what current GPUs have.
+_L2_BYTES = 16 * 2**20
+_GRID_LIMIT = 2**31 - 1
+
+
+def supports(problem: AttentionProblem, target: Target) -> str | None:
+    if target.kind == "torch":
+        return "it needs a GPU with Triton"
+    if problem.dtype is torch.float64:
+        return "it computes in float32, and the inputs are float64"
+    if max(problem.head_dim, problem.head_dim_v) > _MAX_HEAD_DIM:
+        return f"head dimensions above {_MAX_HEAD_DIM} are not supported, got {problem.head_dim} and {problem.head_dim_v}"
+    if problem.dtype is torch.bfloat16 and target.kind == "cuda" and target.arch == 75:
+        return "Turing has no bfloat16 arithmetic"
+    for name, used in (
+        ("alibi_slopes", problem.alibi_batched is not None),
+        ("bias", problem.bias is not None or problem.bias_fn is not None),
+        ("mask", problem.mask is not None or problem.mask_fn is not None),
+        ("sink", problem.sink),
+        ("dropout", problem.dropout_threshold > 0),
+    ):
+        if used:
+            return f"{name} is not supported yet"
+    return None
+
+
+def describe_tile(problem: AttentionProblem, target: Target) -> str:
+    return f"forward {forward_tile(problem, target)}, backward {backward_tile(problem, target)}"
+
+
+def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    q, k, v = inputs[:3]
+    out = q.new_empty((*q.shape[:-1], problem.head_dim_v))
+    lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
+    tensors = (q, k, v, out, lse, *inputs[3:7])
+    key = ("fa2.forward", problem, q.stride(), k.stride(), v.stride())
+    launch.run(key, problem.device, tensors, lambda: forward_launch(problem, tensors, target_of(problem.device)))
+    return out, lse
+
+
+def backward(
+    problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None,
+    needs: Needs,
+) -> Grads:  # fmt: skip
+    q, k, v = inputs[:3]
+    if dout is None:
+        dout = torch.zeros_like(out)
+    strides = (q.stride(), k.stride(), v.stride(), dout.stride())
+    need_dkdv = needs.k or needs.v
+    dq = q.new_empty(q.shape) if needs.q else None
+    dk = k.new_empty(k.shape) if needs.k else None
+    dv = v.new_empty(v.shape) if needs.v else None
+    device = problem.device
+
+    def target() -> Target:
+        return target_of(device)
+
+    delta = None
+    if needs.q or needs.k:
+        delta = torch.empty_like(lse)
+        tensors = (out, dout, lse, dlse, delta)
+        key = ("fa2.delta", problem, dout.stride(), None if dlse is None else dlse.stride())
+        launch.run(key, device, tensors, lambda: delta_launch(problem, tensors, target()))
+    if need_dkdv:
+        dkdv_tensors = (q, k, v, dout, lse, delta, dk, dv, *inputs[3:7])
+        key = ("fa2.dkdv", problem, strides, needs.k, needs.v)
+        launch.run(key, device, dkdv_tensors, lambda: dkdv_launch(problem, dkdv_tensors, target()))
+    if needs.q:
+        dq_tensors = (q, k, v, dout, lse, delta, dq, *inputs[3:7])
+        launch.run(("fa2.dq", problem, strides), device, dq_tensors, lambda: dq_launch(problem, dq_tensors, target()))
+    return Grads(dq, dk, dv)
+
+
+# Launch records. Tensors may be on the meta device: nothing here reads a value or an address.
+
+
+def forward_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], target: Target) -> Launch:
+    q, k, v = tensors[:3]
+    tile = forward_tile(problem, target)
+    kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    args = {
+        **_strides(problem, q=q, k=k, v=v),
+        **_sizes(problem),
+        "heads_together": max(1, min(_L2_BYTES // max(kv_bytes, 1), problem.batch * problem.num_heads)),
+        "SCALE_FIRST": problem.softcap > 0 or problem.softmax_scale <= 0,
+        **_tile_args(problem, tile, tensors[:4]),
+    }
+    grid = _tiles(problem, problem.seqlen_q, tile.block_m) * problem.num_heads
+    return _record(_attn_fwd_kernel, grid, tensors, args, tile)
+
+
+def delta_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], target: Target) -> Launch:
+    dout, dlse = tensors[1], tensors[3]
+    num_rows = problem.seqlen_q if problem.varlen else problem.batch * problem.seqlen_q
+    names = ("stride_dlb", "stride_dlh", "stride_dlm")
+    dlse_strides = (0, 0, 0) if dlse is None else ((0, *dlse.stride()) if problem.varlen else dlse.stride())
+    args = {
+        **_strides(problem, do=dout),
+        **dict(zip(names, dlse_strides, strict=True)),
+        "num_heads": problem.num_heads,
+        "seqlen_q": problem.seqlen_q,
+        "num_rows": num_rows,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_M": _DELTA_ROWS,
+        "BLOCK_DV": block_dim(problem.head_dim_v),
+    }
+    grid = -(-num_rows // _DELTA_ROWS) * problem.num_heads
+    return Launch(_attn_bwd_delta_kernel, _grid(grid), tensors, args, num_warps=4, num_stages=1)
+
+
+def dkdv_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], target: Target) -> Launch:
+    q, k, v, dout = tensors[:4]
+    tile = backward_tile(problem, target).dkdv
+    args = {
+        **_strides(problem, q=q, k=k, v=v, do=dout),
+        **_sizes(problem),
+        "NEED_DK": tensors[6] is not None,
+        "NEED_DV": tensors[7] is not None,
+        **_tile_args(problem, tile, tensors[:8]),
+    }
+    grid = _tiles(problem, problem.seqlen_k, tile.block_n) * problem.num_heads_kv
+    return _record(_attn_bwd_dkdv_kernel, grid, tensors, args, tile)
+
+
+def dq_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], target: Target) -> Launch:
+    q, k, v, dout = tensors[:4]
+    tile = backward_tile(problem, target).dq
+    args = {
+        **_strides(problem, q=q, k=k, v=v, do=dout),
+        **_sizes(problem),
+        **_tile_args(problem, tile, tensors[:7]),
+    }
+    grid = _tiles(problem, problem.seqlen_q, tile.block_m) * problem.num_heads
+    return _record(_attn_bwd_dq_kernel, grid, tensors, args, tile)
+
+
+def _strides(problem: AttentionProblem, **tensors: Tensor | None) -> dict[str, int]:
+    """stride_<name><axis> in elements, the batch stride 0 in varlen. Rows are axis m for queries, n for keys."""
+    strides = {}
+    for name, t in tensors.items():
+        assert t is not None
+        batch, row, head = (0, *t.stride()[:2]) if problem.varlen else t.stride()[:3]
+        strides[f"stride_{name}b"] = batch
+        strides[f"stride_{name}{'n' if name in 'kv' else 'm'}"] = row
+        strides[f"stride_{name}h"] = head
+    return strides
+
+
+def _sizes(problem: AttentionProblem) -> dict[str, Any]:
+    return {
+        "batch": problem.batch,
+        "num_heads": problem.num_heads,
+        "group_size": problem.group_size,
+        "seqlen_q": problem.seqlen_q,
+        "seqlen_k": problem.seqlen_k,
+        "window_left": problem.window_left or 0,
+        "window_right": problem.window_right or 0,
+        "softmax_scale": problem.softmax_scale,
+        "softcap": problem.softcap,
+    }
+
+
+def _tile_args(problem: AttentionProblem, tile: Any, tensors: tuple[Tensor | None, ...]) -> dict[str, Any]:
+    # Offsets within a tile are 32-bit unless some row stride is so long that a tile spans 2^31 elements.
+    longest = max(t.stride(-3) for t in tensors if t is not None and t.dim() >= 3)
+    return {
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "HAS_LEFT": problem.window_left is not None,
+        "HAS_RIGHT": problem.window_right is not None,
+        "SOFTCAP": problem.softcap > 0,
+        "PRECISION": problem.fp32_precision,
+        "WIDE": longest * max(tile.block_m, tile.block_n) >= 2**31,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_D": block_dim(problem.head_dim),
+        "BLOCK_DV": block_dim(problem.head_dim_v),
+    }
+
+
+def _tiles(problem: AttentionProblem, rows: int, block: int) -> int:
+    """Programs per head: exact when dense, the bound of common.locate_tile when varlen."""
+    return rows // block + problem.batch + 1 if problem.varlen else -(-rows // block) * problem.batch
+
+
+def _record(kernel: Any, grid: int, tensors: tuple[Tensor | None, ...], args: dict[str, Any], tile: Any) -> Launch:
+    return Launch(kernel, _grid(grid), tensors, args, tile.num_warps, tile.num_stages)
+
+
+def _grid(programs: int) -> tuple[int]:
+    if programs > _GRID_LIMIT:
+        raise ValueError(f"this problem needs {programs} programs, more than the {_GRID_LIMIT} that a GPU grid holds")
+    return (programs,)

@@ -1,0 +1,299 @@
+"""FlashAttention-2 backward, in three kernels without atomics: every result has one writer, so runs repeat bitwise.
+
+From S recomputed as in the forward and P = exp(S - lse), with g = dL/dlse:
+
+    delta = rowsum(out * dout) - g                 (kernel 1; folding g in here gives the gradient through lse)
+    dP = dO V^T          dS = P * (dP - delta)
+    dV = P^T dO          dK = scale * dS^T Q       (kernel 2, per key block, summed over the query heads of its group)
+    dQ = scale * dS K                              (kernel 3, per block of rows)
+
+With softcap dS carries the factor 1 - tanh^2. Recomputing S and dP in both passes costs 7 products instead of 5, and
+saves the fp32 accumulator for dQ and its atomic adds.
+
+Shapes as in forward.py; dout as out; delta as lse. Source: Dao, "FlashAttention-2" (2023), section 3.1, algorithm 2.
+"""
+
+import triton
+import triton.language as tl
+
+from .common import (
+    LN_2,
+    LOG2_E,
+    UNLIMITED,
+    full_key_range,
+    full_query_range,
+    key_range,
+    load_tile,
+    locate_tile,
+    other_side,
+    query_range,
+    score,
+    seeing_rows,
+    seen_keys,
+    softcap_gradient,
+    store_tile,
+    used_length,
+    visible,
+)
+from .forward import SIZES
+
+
+@triton.jit(do_not_specialize=["num_heads", "seqlen_q", "num_rows"])
+def _attn_bwd_delta_kernel(
+    out, dout, lse, dlse, delta,
+    stride_dob, stride_dom, stride_doh, stride_dlb, stride_dlh, stride_dlm,
+    num_heads, seqlen_q, num_rows,
+    HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """delta for BLOCK_M of the B * Sq rows of one head; varlen is one long sequence here."""
+    num_blocks = tl.cdiv(num_rows, BLOCK_M)
+    pid = tl.program_id(0)
+    h = pid // num_blocks
+    rows = (pid % num_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_DV)
+    b = rows // seqlen_q
+    m = rows % seqlen_q
+    inside = rows < num_rows
+    both = inside[:, None] & (offs_d < HEAD_DIM_V)[None, :]
+    o_i = tl.load(out + ((rows * num_heads + h) * HEAD_DIM_V)[:, None] + offs_d[None, :], mask=both, other=0.0)
+    do_i = tl.load(
+        dout + (b * stride_dob + m * stride_dom + tl.cast(h, tl.int64) * stride_doh)[:, None] + offs_d[None, :],
+        mask=both, other=0.0,
+    )  # fmt: skip
+    delta_i = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), 1)
+    if dlse is not None:
+        delta_i -= tl.load(
+            dlse + b * stride_dlb + tl.cast(h, tl.int64) * stride_dlh + m * stride_dlm, mask=inside, other=0.0
+        )
+    place = (b * num_heads + h) * seqlen_q + m
+    lse_i = tl.load(lse + place, mask=inside, other=0.0)
+    # Rows that see nothing have gradient 0, whatever their dout holds.
+    tl.store(delta + place, tl.where(lse_i == float("-inf"), 0.0, delta_i), mask=inside)
+
+
+@triton.jit
+def _accumulate_dkdv(dk, dv, k_j, v_j, q, dout, lse, delta, stride_qm, stride_dom, start, end, offs_n, seqlen_q,
+                     seqlen_k, seeing_lo, seeing_hi, left, right, scale, softcap, HEAD_DIM: tl.constexpr,
+                     HEAD_DIM_V: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+                     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+                     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Add the rows of [start, end) to (dk, dv). Everything is transposed: keys along the first axis."""
+    for m in tl.range(start, end, BLOCK_M):
+        offs_m = m + tl.arange(0, BLOCK_M)
+        # Rows that see nothing load as zeros: a NaN there would survive the product with a weight of 0.
+        q_i = load_tile(q, m, stride_qm, seeing_lo, seeing_hi, HEAD_DIM, BLOCK_M, BLOCK_D, WIDE, MASKED)
+        if MASKED:
+            lse_i = tl.load(lse + offs_m, mask=offs_m < seqlen_q, other=0.0)
+        else:
+            lse_i = tl.load(lse + offs_m)
+        s_t = score(tl.dot(k_j, tl.trans(q_i), input_precision=PRECISION), scale, softcap, SOFTCAP)
+        p_t = tl.exp2(s_t - (lse_i * LOG2_E)[None, :])
+        if MASKED:
+            ok = visible(offs_m[None, :], offs_n[:, None], seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
+            p_t = tl.where(ok, p_t, 0.0)
+        do_i = load_tile(dout, m, stride_dom, seeing_lo, seeing_hi, HEAD_DIM_V, BLOCK_M, BLOCK_DV, WIDE, MASKED)
+        if NEED_DV:
+            dv = tl.dot(p_t.to(do_i.dtype), do_i, dv, input_precision=PRECISION)
+        if NEED_DK:
+            if MASKED:
+                delta_i = tl.load(delta + offs_m, mask=offs_m < seqlen_q, other=0.0)
+            else:
+                delta_i = tl.load(delta + offs_m)
+            dp_t = tl.dot(v_j, tl.trans(do_i), input_precision=PRECISION)
+            ds_t = p_t * (dp_t - delta_i[None, :])
+            if SOFTCAP:
+                ds_t = ds_t * softcap_gradient(s_t, softcap)
+            dk = tl.dot(ds_t.to(q_i.dtype), q_i, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _attn_bwd_dkdv_kernel(
+    q, k, v, dout, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+    stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+    stride_dob, stride_dom, stride_doh,
+    batch, num_heads, group_size, seqlen_q, seqlen_k, window_left, window_right, softmax_scale, softcap,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    left = window_left if HAS_LEFT else UNLIMITED
+    right = window_right if HAS_RIGHT else UNLIMITED
+    num_heads_kv = num_heads // group_size
+    lse_rows = seqlen_q
+    if cu_seqlens_q is not None:
+        b, block, k_start, k_rows = locate_tile(pid // num_heads_kv, cu_seqlens_k, batch, seqlen_k, BLOCK_N)
+        hk = pid % num_heads_kv
+        q_start, q_rows = other_side(b, cu_seqlens_q, batch, seqlen_q)
+        if block * BLOCK_N >= k_rows:
+            return
+    else:
+        num_n = tl.cdiv(seqlen_k, BLOCK_N)
+        block = pid % num_n
+        b = pid // num_n // num_heads_kv
+        hk = pid // num_n % num_heads_kv
+        q_start, q_rows, k_start, k_rows = 0, seqlen_q, 0, seqlen_k
+    used_q = used_length(seqused_q, b, batch, q_rows)
+    used_k = used_length(seqused_k, b, batch, k_rows)
+
+    start_n = block * BLOCK_N
+    batch_row = b if cu_seqlens_q is None else 0
+    q += tl.cast(batch_row, tl.int64) * stride_qb + tl.cast(q_start, tl.int64) * stride_qm
+    dout += tl.cast(batch_row, tl.int64) * stride_dob + tl.cast(q_start, tl.int64) * stride_dom
+    k += tl.cast(batch_row, tl.int64) * stride_kb + tl.cast(hk, tl.int64) * stride_kh
+    k += tl.cast(k_start, tl.int64) * stride_kn
+    v += tl.cast(batch_row, tl.int64) * stride_vb + tl.cast(hk, tl.int64) * stride_vh
+    v += tl.cast(k_start, tl.int64) * stride_vn
+    first_lse = tl.cast(batch_row, tl.int64) * num_heads * lse_rows + q_start
+
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+    seen_lo, seen_hi = seen_keys(used_q, used_k, left, right)
+    seeing_lo, seeing_hi = seeing_rows(used_q, used_k, left, right)
+    k_j = load_tile(k, start_n, stride_kn, seen_lo, used_k, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE, True)
+    v_j = load_tile(v, start_n, stride_vn, seen_lo, used_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, WIDE, True)
+    dk_j = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_j = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    scale = softmax_scale if SOFTCAP else softmax_scale * LOG2_E
+
+    lo, hi = query_range(start_n, start_n + BLOCK_N, used_q, used_k, left, right)
+    full_lo, full_hi = full_query_range(start_n, start_n + BLOCK_N, used_q, used_k, left, right)
+    lo = lo // BLOCK_M * BLOCK_M
+    full_lo = tl.minimum(tl.cdiv(full_lo, BLOCK_M) * BLOCK_M, tl.cdiv(hi, BLOCK_M) * BLOCK_M)
+    full_hi = tl.maximum(full_hi // BLOCK_M * BLOCK_M, full_lo)
+    for member in range(0, group_size):
+        h = hk * group_size + member
+        q_h = q + tl.cast(h, tl.int64) * stride_qh
+        dout_h = dout + tl.cast(h, tl.int64) * stride_doh
+        lse_h = lse + first_lse + tl.cast(h, tl.int64) * lse_rows
+        delta_h = delta + first_lse + tl.cast(h, tl.int64) * lse_rows
+        if HAS_RIGHT:
+            dk_j, dv_j = _accumulate_dkdv(
+                dk_j, dv_j, k_j, v_j, q_h, dout_h, lse_h, delta_h, stride_qm, stride_dom, lo, full_lo, offs_n, used_q,
+                used_k, seeing_lo, seeing_hi, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, HAS_LEFT,
+                HAS_RIGHT, NEED_DK, NEED_DV, PRECISION, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE, True,
+            )  # fmt: skip
+        dk_j, dv_j = _accumulate_dkdv(
+            dk_j, dv_j, k_j, v_j, q_h, dout_h, lse_h, delta_h, stride_qm, stride_dom, full_lo, full_hi, offs_n, used_q,
+            used_k, seeing_lo, seeing_hi, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, HAS_LEFT,
+            HAS_RIGHT, NEED_DK, NEED_DV, PRECISION, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE, False,
+        )  # fmt: skip
+        dk_j, dv_j = _accumulate_dkdv(
+            dk_j, dv_j, k_j, v_j, q_h, dout_h, lse_h, delta_h, stride_qm, stride_dom, full_hi, hi, offs_n, used_q,
+            used_k, seeing_lo, seeing_hi, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, HAS_LEFT,
+            HAS_RIGHT, NEED_DK, NEED_DV, PRECISION, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE, True,
+        )  # fmt: skip
+
+    # Keys that no row sees have gradient 0; the weights of padding keys above came from zeros.
+    seen = ((offs_n >= seen_lo) & (offs_n < seen_hi))[:, None]
+    row0 = tl.cast(batch_row, tl.int64) * seqlen_k + k_start
+    if NEED_DK:
+        dk += row0 * num_heads_kv * HEAD_DIM + hk * HEAD_DIM
+        dk_j = tl.where(seen, dk_j * softmax_scale, 0.0)
+        store_tile(dk, start_n, num_heads_kv * HEAD_DIM, k_rows, dk_j, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
+    if NEED_DV:
+        dv += row0 * num_heads_kv * HEAD_DIM_V + hk * HEAD_DIM_V
+        dv_j = tl.where(seen, dv_j, 0.0)
+        store_tile(dv, start_n, num_heads_kv * HEAD_DIM_V, k_rows, dv_j, HEAD_DIM_V, BLOCK_N, BLOCK_DV, WIDE)
+
+
+@triton.jit
+def _accumulate_dq(dq, q_i, do_i, lse_i, delta_i, k, v, stride_kn, stride_vn, start, end, offs_m, seqlen_q, seqlen_k,
+                   seen_lo, left, right, scale, softcap, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+                   SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+                   BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+                   MASKED: tl.constexpr):  # fmt: skip
+    """Add the keys of [start, end) to dq. ``lse_i`` is in log2 units."""
+    for n in tl.range(start, end, BLOCK_N):
+        k_j = load_tile(k, n, stride_kn, seen_lo, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE, MASKED)
+        s = score(tl.dot(q_i, tl.trans(k_j), input_precision=PRECISION), scale, softcap, SOFTCAP)
+        p = tl.exp2(s - lse_i[:, None])
+        if MASKED:
+            offs_n = n + tl.arange(0, BLOCK_N)
+            ok = visible(offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
+            p = tl.where(ok, p, 0.0)
+        v_j = load_tile(v, n, stride_vn, seen_lo, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, WIDE, MASKED)
+        dp = tl.dot(do_i, tl.trans(v_j), input_precision=PRECISION)
+        ds = p * (dp - delta_i[:, None])
+        if SOFTCAP:
+            ds = ds * softcap_gradient(s, softcap)
+        dq = tl.dot(ds.to(k_j.dtype), k_j, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _attn_bwd_dq_kernel(
+    q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+    stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+    stride_dob, stride_dom, stride_doh,
+    batch, num_heads, group_size, seqlen_q, seqlen_k, window_left, window_right, softmax_scale, softcap,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    left = window_left if HAS_LEFT else UNLIMITED
+    right = window_right if HAS_RIGHT else UNLIMITED
+    lse_rows = seqlen_q
+    if cu_seqlens_q is not None:
+        b, block, q_start, q_rows = locate_tile(pid // num_heads, cu_seqlens_q, batch, seqlen_q, BLOCK_M)
+        h = pid % num_heads
+        k_start, k_rows = other_side(b, cu_seqlens_k, batch, seqlen_k)
+        if block * BLOCK_M >= q_rows:
+            return
+    else:
+        num_m = tl.cdiv(seqlen_q, BLOCK_M)
+        block = num_m - 1 - pid % num_m
+        b = pid // num_m // num_heads
+        h = pid // num_m % num_heads
+        q_start, q_rows, k_start, k_rows = 0, seqlen_q, 0, seqlen_k
+    used_q = used_length(seqused_q, b, batch, q_rows)
+    used_k = used_length(seqused_k, b, batch, k_rows)
+
+    start_m = block * BLOCK_M
+    batch_row = b if cu_seqlens_q is None else 0
+    q += tl.cast(batch_row, tl.int64) * stride_qb + tl.cast(h, tl.int64) * stride_qh
+    q += tl.cast(q_start, tl.int64) * stride_qm
+    dout += tl.cast(batch_row, tl.int64) * stride_dob + tl.cast(h, tl.int64) * stride_doh
+    dout += tl.cast(q_start, tl.int64) * stride_dom
+    k += tl.cast(batch_row, tl.int64) * stride_kb + tl.cast(h // group_size, tl.int64) * stride_kh
+    k += tl.cast(k_start, tl.int64) * stride_kn
+    v += tl.cast(batch_row, tl.int64) * stride_vb + tl.cast(h // group_size, tl.int64) * stride_vh
+    v += tl.cast(k_start, tl.int64) * stride_vn
+    first_lse = (tl.cast(batch_row, tl.int64) * num_heads + h) * lse_rows + q_start
+
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    seen_lo, seen_hi = seen_keys(used_q, used_k, left, right)
+    seeing_lo, seeing_hi = seeing_rows(used_q, used_k, left, right)
+    q_i = load_tile(q, start_m, stride_qm, seeing_lo, seeing_hi, HEAD_DIM, BLOCK_M, BLOCK_D, WIDE, True)
+    do_i = load_tile(dout, start_m, stride_dom, seeing_lo, seeing_hi, HEAD_DIM_V, BLOCK_M, BLOCK_DV, WIDE, True)
+    lse_i = tl.load(lse + first_lse + offs_m, mask=offs_m < used_q, other=0.0) * LOG2_E
+    delta_i = tl.load(delta + first_lse + offs_m, mask=offs_m < used_q, other=0.0)
+    dq_i = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    scale = softmax_scale if SOFTCAP else softmax_scale * LOG2_E
+
+    lo, hi = key_range(start_m, start_m + BLOCK_M, used_q, used_k, left, right)
+    full_lo, full_hi = full_key_range(start_m, start_m + BLOCK_M, used_q, used_k, left, right)
+    lo = lo // BLOCK_N * BLOCK_N
+    full_lo = tl.minimum(tl.cdiv(full_lo, BLOCK_N) * BLOCK_N, tl.cdiv(hi, BLOCK_N) * BLOCK_N)
+    full_hi = tl.maximum(full_hi // BLOCK_N * BLOCK_N, full_lo)
+    if HAS_LEFT:
+        dq_i = _accumulate_dq(
+            dq_i, q_i, do_i, lse_i, delta_i, k, v, stride_kn, stride_vn, lo, full_lo, offs_m, used_q, used_k, seen_lo,
+            left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, HAS_LEFT, HAS_RIGHT, PRECISION, BLOCK_N,
+            BLOCK_D, BLOCK_DV, WIDE, True,
+        )  # fmt: skip
+    dq_i = _accumulate_dq(
+        dq_i, q_i, do_i, lse_i, delta_i, k, v, stride_kn, stride_vn, full_lo, full_hi, offs_m, used_q, used_k, seen_lo,
+        left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, HAS_LEFT, HAS_RIGHT, PRECISION, BLOCK_N, BLOCK_D,
+        BLOCK_DV, WIDE, False,
+    )  # fmt: skip
+    dq_i = _accumulate_dq(
+        dq_i, q_i, do_i, lse_i, delta_i, k, v, stride_kn, stride_vn, full_hi, hi, offs_m, used_q, used_k, seen_lo,
+        left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, HAS_LEFT, HAS_RIGHT, PRECISION, BLOCK_N, BLOCK_D,
+        BLOCK_DV, WIDE, True,
+    )  # fmt: skip
+    sees = ((offs_m >= seeing_lo) & (offs_m < seeing_hi))[:, None]
+    dq += (tl.cast(batch_row, tl.int64) * seqlen_q + q_start) * num_heads * HEAD_DIM + h * HEAD_DIM
+    dq_i = tl.where(sees, dq_i * softmax_scale, 0.0)
+    store_tile(dq, start_m, num_heads * HEAD_DIM, q_rows, dq_i, HEAD_DIM, BLOCK_M, BLOCK_D, WIDE)

@@ -1,0 +1,161 @@
+"""FlashAttention-2 forward: one program per block of query rows.
+
+For each block of rows Q_i, over the key blocks j that it can see:
+
+    S = scale * Q_i K_j^T                          m' = max(m, rowmax S)
+    P = exp(S - m')                                l  = exp(m - m') l + rowsum P
+    O = exp(m - m') O + P V_j                      m  = m'
+
+and at the end O / l, lse = m + log l: the division is done once, not per block. Key blocks that no row of Q_i sees are
+skipped; only the blocks in which some pair is hidden pay for a mask. Rows that see nothing end with l = 0: out 0, lse -inf.
+
+Shapes: q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, H, Dv), lse (B, H, Sq); varlen without B.
+Source: Dao, "FlashAttention-2" (2023), section 3.1, algorithm 1, and section 3.2 for the parallelism over rows.
+"""
+
+import triton
+import triton.language as tl
+
+from .common import (
+    LN_2,
+    LOG2_E,
+    UNLIMITED,
+    full_key_range,
+    key_range,
+    load_tile,
+    locate_tile,
+    other_side,
+    score,
+    seen_keys,
+    store_tile,
+    used_length,
+    visible,
+)
+
+
+@triton.jit
+def _attend(acc, l_i, m_i, q, k, v, stride_kn, stride_vn, start, end, offs_m, seqlen_q, seqlen_k, seen_lo, left, right,
+            scale, softcap, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, SOFTCAP: tl.constexpr,
+            SCALE_FIRST: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+            BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+            MASKED: tl.constexpr):  # fmt: skip
+    """Fold the key blocks of [start, end) into (acc, l_i, m_i)."""
+    for n in tl.range(start, end, BLOCK_N):
+        # Keys that no row sees load as zeros: a NaN there would survive the product with a weight of 0.
+        k_j = load_tile(k, n, stride_kn, seen_lo, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE, MASKED)
+        s = tl.dot(q, tl.trans(k_j), input_precision=PRECISION)
+        if SCALE_FIRST:
+            s = score(s, scale, softcap, SOFTCAP)
+        if MASKED:
+            offs_n = n + tl.arange(0, BLOCK_N)
+            ok = visible(offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
+            s = tl.where(ok, s, float("-inf"))
+        if SCALE_FIRST:
+            m_new = tl.maximum(m_i, tl.max(s, 1))
+        else:
+            m_new = tl.maximum(m_i, tl.max(s, 1) * scale)
+        m_safe = m_new
+        if MASKED:
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key yet: exp2(-inf - 0) = 0, not NaN
+        if SCALE_FIRST:
+            p = tl.exp2(s - m_safe[:, None])
+        else:
+            p = tl.exp2(s * scale - m_safe[:, None])
+        alpha = tl.exp2(m_i - m_safe)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        v_j = load_tile(v, n, stride_vn, seen_lo, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, WIDE, MASKED)
+        acc = tl.dot(p.to(v_j.dtype), v_j, acc, input_precision=PRECISION)
+        m_i = m_new
+    return acc, l_i, m_i
+
+
+# Lengths and counts vary from call to call: one compilation serves them all. Strides stay specialised, as their
+# divisibility by 16 is what lets loads be vectorised.
+SIZES = ["batch", "num_heads", "group_size", "seqlen_q", "seqlen_k", "heads_together", "window_left", "window_right"]
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _attn_fwd_kernel(
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+    stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+    batch, num_heads, group_size, seqlen_q, seqlen_k, heads_together, window_left, window_right,
+    softmax_scale, softcap,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    left = window_left if HAS_LEFT else UNLIMITED
+    right = window_right if HAS_RIGHT else UNLIMITED
+    lse_rows = seqlen_q
+    if cu_seqlens_q is not None:
+        b, block, q_start, q_rows = locate_tile(pid // num_heads, cu_seqlens_q, batch, seqlen_q, BLOCK_M)
+        h = pid % num_heads
+        k_start, k_rows = other_side(b, cu_seqlens_k, batch, seqlen_k)
+        if block * BLOCK_M >= q_rows:
+            return
+    else:
+        # Heads go through in groups whose K and V fit the L2 cache; within a group the blocks with the most visible
+        # keys, the last ones, come first, so that the longest programs do not end up alone.
+        num_m = tl.cdiv(seqlen_q, BLOCK_M)
+        group = pid // (heads_together * num_m)
+        members = tl.minimum(batch * num_heads - group * heads_together, heads_together)
+        within = pid - group * (heads_together * num_m)
+        block = num_m - 1 - within // members
+        bh = group * heads_together + within % members
+        b = bh // num_heads
+        h = bh % num_heads
+        q_start, q_rows, k_start, k_rows = 0, seqlen_q, 0, seqlen_k
+    used_q = used_length(seqused_q, b, batch, q_rows)
+    used_k = used_length(seqused_k, b, batch, k_rows)
+
+    start_m = block * BLOCK_M
+    batch_row = b if cu_seqlens_q is None else 0
+    q += tl.cast(batch_row, tl.int64) * stride_qb + tl.cast(h, tl.int64) * stride_qh
+    q += tl.cast(q_start, tl.int64) * stride_qm
+    k += tl.cast(batch_row, tl.int64) * stride_kb + tl.cast(h // group_size, tl.int64) * stride_kh
+    k += tl.cast(k_start, tl.int64) * stride_kn
+    v += tl.cast(batch_row, tl.int64) * stride_vb + tl.cast(h // group_size, tl.int64) * stride_vh
+    v += tl.cast(k_start, tl.int64) * stride_vn
+    stride_om = num_heads * HEAD_DIM_V
+    out += (tl.cast(batch_row, tl.int64) * seqlen_q + q_start) * stride_om + h * HEAD_DIM_V
+    lse += (tl.cast(batch_row, tl.int64) * num_heads + h) * lse_rows + q_start
+
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    q_i = load_tile(q, start_m, stride_qm, 0, used_q, HEAD_DIM, BLOCK_M, BLOCK_D, WIDE, True)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    scale = softmax_scale if SOFTCAP else softmax_scale * LOG2_E
+
+    lo, hi = key_range(start_m, start_m + BLOCK_M, used_q, used_k, left, right)
+    full_lo, full_hi = full_key_range(start_m, start_m + BLOCK_M, used_q, used_k, left, right)
+    seen_lo, seen_hi = seen_keys(used_q, used_k, left, right)
+    lo = lo // BLOCK_N * BLOCK_N
+    full_lo = tl.minimum(tl.cdiv(full_lo, BLOCK_N) * BLOCK_N, tl.cdiv(hi, BLOCK_N) * BLOCK_N)
+    full_hi = tl.maximum(full_hi // BLOCK_N * BLOCK_N, full_lo)
+    if HAS_LEFT:
+        acc, l_i, m_i = _attend(
+            acc, l_i, m_i, q_i, k, v, stride_kn, stride_vn, lo, full_lo, offs_m, used_q, used_k, seen_lo, left, right,
+            scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, SCALE_FIRST, HAS_LEFT, HAS_RIGHT, PRECISION, BLOCK_N,
+            BLOCK_D, BLOCK_DV, WIDE, True,
+        )  # fmt: skip
+    acc, l_i, m_i = _attend(
+        acc, l_i, m_i, q_i, k, v, stride_kn, stride_vn, full_lo, full_hi, offs_m, used_q, used_k, seen_lo, left, right,
+        scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, SCALE_FIRST, HAS_LEFT, HAS_RIGHT, PRECISION, BLOCK_N, BLOCK_D,
+        BLOCK_DV, WIDE, False,
+    )  # fmt: skip
+    acc, l_i, m_i = _attend(
+        acc, l_i, m_i, q_i, k, v, stride_kn, stride_vn, full_hi, hi, offs_m, used_q, used_k, seen_lo, left, right,
+        scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, SCALE_FIRST, HAS_LEFT, HAS_RIGHT, PRECISION, BLOCK_N, BLOCK_D,
+        BLOCK_DV, WIDE, True,
+    )  # fmt: skip
+
+    # Padding rows computed something from zeros; they count as rows that see nothing.
+    nothing = (l_i == 0) | (offs_m >= used_q)
+    l_safe = tl.where(nothing, 1.0, l_i)
+    o_i = tl.where(nothing[:, None], 0.0, acc / l_safe[:, None])
+    lse_i = tl.where(nothing, float("-inf"), (m_i + tl.log2(l_safe)) * LN_2)
+    store_tile(out, start_m, stride_om, q_rows, o_i, HEAD_DIM_V, BLOCK_M, BLOCK_DV, WIDE)
+    tl.store(lse + offs_m, lse_i, mask=offs_m < q_rows)
