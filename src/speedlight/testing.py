@@ -65,18 +65,20 @@ def assert_close(actual: Tensor, expected: Tensor, naive: Tensor | None = None, 
         )
 
 
-def assert_lse_close(actual: Tensor, expected: Tensor, seqlen_k: int) -> None:
-    """Check lse to rtol 1e-5 and atol 2e-6 sqrt(Sk), with -inf and NaN exactly where expected."""
+def assert_lse_close(actual: Tensor, expected: Tensor, seqlen_k: int, what: str = "lse") -> None:
+    """Check lse to rtol 1e-5 and atol 2e-6 sqrt(Sk) (float64: both 1e-12), with -inf and NaN exactly where expected."""
     if actual.shape != expected.shape:
-        raise AssertionError(f"lse: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
+        raise AssertionError(f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
     a, e = actual.detach().double(), expected.detach().double()
-    atol = 2e-6 * math.sqrt(max(seqlen_k, 1))
-    close = torch.isclose(a, e, rtol=1e-5, atol=atol, equal_nan=True)  # infinities only equal themselves
+    rtol, atol = 1e-5, 2e-6 * math.sqrt(max(seqlen_k, 1))
+    if actual.dtype is torch.float64:
+        rtol = atol = 1e-12
+    close = torch.isclose(a, e, rtol=rtol, atol=atol, equal_nan=True)  # infinities only equal themselves
     if not close.all():
         where = tuple((~close).nonzero()[0].tolist())
         raise AssertionError(
-            f"lse: {int((~close).sum())} of {close.numel()} values differ, first at {list(where)}: "
-            f"{a[where].item():.8g}, expected {e[where].item():.8g} (atol {atol:.2g}, rtol 1e-5)"
+            f"{what}: {int((~close).sum())} of {close.numel()} values differ, first at {list(where)}: "
+            f"{a[where].item():.8g}, expected {e[where].item():.8g} (rtol {rtol}, atol {atol:.2g})"
         )
 
 
@@ -407,22 +409,33 @@ def make_grads(case: Case, inputs: CaseInputs, seed: int = 1) -> tuple[Tensor, T
     return dout.to(inputs.q), dlse.to(inputs.q.device) if case.lse_grad else None
 
 
+def compare(result: Result, expected: Result, naive: Result, what: str, seqlen_k: int) -> None:
+    """Compare a result with :func:`run_reference`'s: out and every gradient by the ratio rule, lse by its tolerance.
+
+    Raises:
+        AssertionError: naming ``what`` and the tensor.
+    """
+    assert_close(result.out, expected.out, naive.out, f"{what}: out")
+    lse_dtype = torch.float64 if result.out.dtype is torch.float64 else torch.float32
+    for name, t, dtype in (("out", result.out, naive.out.dtype), ("lse", result.lse, lse_dtype)):
+        if t.dtype is not dtype:
+            raise AssertionError(f"{what}: {name} is {t.dtype}, expected {dtype}")
+    assert_lse_close(result.lse, expected.lse, seqlen_k, f"{what}: lse")
+    for name, grad in result.grads.items():
+        if grad.dtype is not naive.grads[name].dtype:
+            raise AssertionError(f"{what}: d{name} is {grad.dtype}, expected {naive.grads[name].dtype}")
+        assert_close(grad, expected.grads[name], naive.grads[name], f"{what}: d{name}")
+
+
 def check_result(case: Case, inputs: CaseInputs, result: Result, dout: Tensor, dlse: Tensor | None) -> None:
-    """Compare a result with the float64 reference: out and every gradient by the ratio rule, lse by its tolerance, and
-    exact zeros for rows that see no key and keys that nobody sees.
+    """:func:`compare` a result with the reference, and demand exact zeros for rows that see no key and keys that
+    nobody sees.
 
     Raises:
         AssertionError: naming the case and the tensor.
     """
-    expected, naive = run_reference(inputs, dout, dlse)
-    assert_close(result.out, expected.out, naive.out, f"{case.name}: out")
-    assert_lse_close(result.lse, expected.lse, case.longest_k)
-    for name, grad in result.grads.items():
-        leaf = inputs.leaves[name]
-        if grad.dtype != leaf.dtype:
-            raise AssertionError(f"{case.name}: d{name} is {grad.dtype}, expected {leaf.dtype}")
-        assert_close(grad, expected.grads[name], naive.grads[name], f"{case.name}: d{name}")
-    blind_rows, unseen_keys = _unused(case, inputs)
+    compare(result, *run_reference(inputs, dout, dlse), case.name, case.longest_k)
+    blind_rows, unseen_keys = _unused(inputs)
     for name, values in (
         ("out", result.out[blind_rows]),
         ("dq", result.grads["q"][blind_rows]),
@@ -458,7 +471,7 @@ def check(
     check_result(case, inputs, result, dout, dlse)
 
 
-def _unused(case: Case, inputs: CaseInputs) -> tuple[Tensor, Tensor]:
+def _unused(inputs: CaseInputs) -> tuple[Tensor, Tensor]:
     """Which (row, head) of q sees no key, and which (key, head) of k is seen by none.
 
     Read off a reference call with equal scores: lse tells rows that see a key, the gradient of v keys that are seen.

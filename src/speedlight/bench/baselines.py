@@ -335,11 +335,17 @@ def _scores_too_big(case: Case, itemsize: int) -> str | None:
     """Whoever holds a score matrix has about four of its size at once in forward and backward."""
     heads = case.num_heads * (1 if case.lengths else case.batch)
     need = 4 * heads * itemsize * sum(n * n for n in case.lengths or (case.seqlen,))
-    if case.device == "cuda":
-        free = torch.cuda.mem_get_info()[0]
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 1 << 33
+    free = torch.cuda.mem_get_info()[0] if case.device == "cuda" else _available_memory()
     return f"its score matrices need {need / 2**30:.0f} GiB" if need > 0.9 * free else None
+
+
+def _available_memory() -> int:
+    """Bytes of main memory to be had without swapping; 8 GiB where nobody says."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return 8 << 30
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {

@@ -14,7 +14,7 @@ from ...target import Target, target_of
 from ..contract import Grads, Inputs, Needs
 from .backward import _attn_bwd_delta_kernel, _attn_bwd_dkdv_kernel, _attn_bwd_dq_kernel
 from .forward import _attn_fwd_kernel
-from .tiles import backward_tile, block_dim, forward_tile
+from .tiles import BwdTile, Tile, backward_tile, block_dim, forward_tile
 
 _MAX_HEAD_DIM = 256
 _DELTA_ROWS = 64
@@ -54,7 +54,10 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
     tensors = (q, k, v, out, lse, *inputs[3:7])
     key = ("fa2.forward", problem, q.stride(), k.stride(), v.stride())
-    launch.run(key, problem.device, tensors, lambda: forward_launch(problem, tensors, target_of(problem.device)))
+    device = problem.device
+    launch.run(
+        key, device, tensors, lambda: forward_launch(problem, tensors, forward_tile(problem, target_of(device)))
+    )
     return out, lse
 
 
@@ -72,44 +75,44 @@ def backward(
     dv = v.new_empty(v.shape) if needs.v else None
     device = problem.device
 
-    def target() -> Target:
-        return target_of(device)
+    def tile() -> BwdTile:
+        return backward_tile(problem, target_of(device))
 
     delta = None
     if needs.q or needs.k:
         delta = torch.empty_like(lse)
         tensors = (out, dout, lse, dlse, delta)
         key = ("fa2.delta", problem, dout.stride(), None if dlse is None else dlse.stride())
-        launch.run(key, device, tensors, lambda: delta_launch(problem, tensors, target()))
+        launch.run(key, device, tensors, lambda: delta_launch(problem, tensors))
     if need_dkdv:
         dkdv_tensors = (q, k, v, dout, lse, delta, dk, dv, *inputs[3:7])
         key = ("fa2.dkdv", problem, strides, needs.k, needs.v)
-        launch.run(key, device, dkdv_tensors, lambda: dkdv_launch(problem, dkdv_tensors, target()))
+        launch.run(key, device, dkdv_tensors, lambda: dkdv_launch(problem, dkdv_tensors, tile().dkdv))
     if needs.q:
         dq_tensors = (q, k, v, dout, lse, delta, dq, *inputs[3:7])
-        launch.run(("fa2.dq", problem, strides), device, dq_tensors, lambda: dq_launch(problem, dq_tensors, target()))
+        launch.run(("fa2.dq", problem, strides), device, dq_tensors, lambda: dq_launch(problem, dq_tensors, tile().dq))
     return Grads(dq, dk, dv)
 
 
 # Launch records. Tensors may be on the meta device: nothing here reads a value or an address.
 
 
-def forward_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], target: Target) -> Launch:
+def forward_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], tile: Tile) -> Launch:
     q, k, v = tensors[:3]
-    tile = forward_tile(problem, target)
     kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     args = {
         **_strides(problem, q=q, k=k, v=v),
         **_sizes(problem),
         "heads_together": max(1, min(_L2_BYTES // max(kv_bytes, 1), problem.batch * problem.num_heads)),
         "SCALE_FIRST": problem.softcap > 0 or problem.softmax_scale <= 0,
+        "TAIL": _ragged(problem, problem.seqlen_k, tile.block_n),
         **_tile_args(problem, tile, tensors[:4]),
     }
     grid = _tiles(problem, problem.seqlen_q, tile.block_m) * problem.num_heads
     return _record(_attn_fwd_kernel, grid, tensors, args, tile)
 
 
-def delta_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], target: Target) -> Launch:
+def delta_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...]) -> Launch:
     dout, dlse = tensors[1], tensors[3]
     num_rows = problem.seqlen_q if problem.varlen else problem.batch * problem.seqlen_q
     names = ("stride_dlb", "stride_dlh", "stride_dlm")
@@ -128,26 +131,26 @@ def delta_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], 
     return Launch(_attn_bwd_delta_kernel, _grid(grid), tensors, args, num_warps=4, num_stages=1)
 
 
-def dkdv_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], target: Target) -> Launch:
+def dkdv_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], tile: Tile) -> Launch:
     q, k, v, dout = tensors[:4]
-    tile = backward_tile(problem, target).dkdv
     args = {
         **_strides(problem, q=q, k=k, v=v, do=dout),
         **_sizes(problem),
         "NEED_DK": tensors[6] is not None,
         "NEED_DV": tensors[7] is not None,
+        "TAIL": _ragged(problem, problem.seqlen_q, tile.block_m),
         **_tile_args(problem, tile, tensors[:8]),
     }
     grid = _tiles(problem, problem.seqlen_k, tile.block_n) * problem.num_heads_kv
     return _record(_attn_bwd_dkdv_kernel, grid, tensors, args, tile)
 
 
-def dq_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], target: Target) -> Launch:
+def dq_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], tile: Tile) -> Launch:
     q, k, v, dout = tensors[:4]
-    tile = backward_tile(problem, target).dq
     args = {
         **_strides(problem, q=q, k=k, v=v, do=dout),
         **_sizes(problem),
+        "TAIL": _ragged(problem, problem.seqlen_k, tile.block_n),
         **_tile_args(problem, tile, tensors[:7]),
     }
     grid = _tiles(problem, problem.seqlen_q, tile.block_m) * problem.num_heads
@@ -180,7 +183,7 @@ def _sizes(problem: AttentionProblem) -> dict[str, Any]:
     }
 
 
-def _tile_args(problem: AttentionProblem, tile: Any, tensors: tuple[Tensor | None, ...]) -> dict[str, Any]:
+def _tile_args(problem: AttentionProblem, tile: Tile, tensors: tuple[Tensor | None, ...]) -> dict[str, Any]:
     # Offsets within a tile are 32-bit unless some row stride is so long that a tile spans 2^31 elements.
     longest = max(t.stride(-3) for t in tensors if t is not None and t.dim() >= 3)
     return {
@@ -198,12 +201,17 @@ def _tile_args(problem: AttentionProblem, tile: Any, tensors: tuple[Tensor | Non
     }
 
 
+def _ragged(problem: AttentionProblem, rows: int, block: int) -> bool:
+    """Whether the walk over blocks of the other side can end in a partial block, which needs a loop of its own."""
+    return problem.varlen or problem.seqused_q or problem.seqused_k or rows % block != 0
+
+
 def _tiles(problem: AttentionProblem, rows: int, block: int) -> int:
     """Programs per head: exact when dense, the bound of common.locate_tile when varlen."""
     return rows // block + problem.batch + 1 if problem.varlen else -(-rows // block) * problem.batch
 
 
-def _record(kernel: Any, grid: int, tensors: tuple[Tensor | None, ...], args: dict[str, Any], tile: Any) -> Launch:
+def _record(kernel: Any, grid: int, tensors: tuple[Tensor | None, ...], args: dict[str, Any], tile: Tile) -> Launch:
     return Launch(kernel, _grid(grid), tensors, args, tile.num_warps, tile.num_stages)
 
 

@@ -23,6 +23,7 @@ from .common import (
     full_key_range,
     full_query_range,
     key_range,
+    load_row,
     load_tile,
     locate_tile,
     other_side,
@@ -82,10 +83,7 @@ def _accumulate_dkdv(dk, dv, k_j, v_j, q, dout, lse, delta, stride_qm, stride_do
         offs_m = m + tl.arange(0, BLOCK_M)
         # Rows that see nothing load as zeros: a NaN there would survive the product with a weight of 0.
         q_i = load_tile(q, m, stride_qm, seeing_lo, seeing_hi, HEAD_DIM, BLOCK_M, BLOCK_D, WIDE, MASKED)
-        if MASKED:
-            lse_i = tl.load(lse + offs_m, mask=offs_m < seqlen_q, other=0.0)
-        else:
-            lse_i = tl.load(lse + offs_m)
+        lse_i = load_row(lse, m, seqlen_q, BLOCK_M, MASKED)
         s_t = score(tl.dot(k_j, tl.trans(q_i), input_precision=PRECISION), scale, softcap, SOFTCAP)
         p_t = tl.exp2(s_t - (lse_i * LOG2_E)[None, :])
         if MASKED:
@@ -95,10 +93,7 @@ def _accumulate_dkdv(dk, dv, k_j, v_j, q, dout, lse, delta, stride_qm, stride_do
         if NEED_DV:
             dv = tl.dot(p_t.to(do_i.dtype), do_i, dv, input_precision=PRECISION)
         if NEED_DK:
-            if MASKED:
-                delta_i = tl.load(delta + offs_m, mask=offs_m < seqlen_q, other=0.0)
-            else:
-                delta_i = tl.load(delta + offs_m)
+            delta_i = load_row(delta, m, seqlen_q, BLOCK_M, MASKED)
             dp_t = tl.dot(v_j, tl.trans(do_i), input_precision=PRECISION)
             ds_t = p_t * (dp_t - delta_i[None, :])
             if SOFTCAP:
@@ -114,8 +109,8 @@ def _attn_bwd_dkdv_kernel(
     stride_dob, stride_dom, stride_doh,
     batch, num_heads, group_size, seqlen_q, seqlen_k, window_left, window_right, softmax_scale, softcap,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SOFTCAP: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     left = window_left if HAS_LEFT else UNLIMITED
@@ -178,11 +173,12 @@ def _attn_bwd_dkdv_kernel(
             used_k, seeing_lo, seeing_hi, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, HAS_LEFT,
             HAS_RIGHT, NEED_DK, NEED_DV, PRECISION, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE, False,
         )  # fmt: skip
-        dk_j, dv_j = _accumulate_dkdv(
-            dk_j, dv_j, k_j, v_j, q_h, dout_h, lse_h, delta_h, stride_qm, stride_dom, full_hi, hi, offs_n, used_q,
-            used_k, seeing_lo, seeing_hi, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, HAS_LEFT,
-            HAS_RIGHT, NEED_DK, NEED_DV, PRECISION, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE, True,
-        )  # fmt: skip
+        if HAS_LEFT or TAIL:
+            dk_j, dv_j = _accumulate_dkdv(
+                dk_j, dv_j, k_j, v_j, q_h, dout_h, lse_h, delta_h, stride_qm, stride_dom, full_hi, hi, offs_n, used_q,
+                used_k, seeing_lo, seeing_hi, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, HAS_LEFT,
+                HAS_RIGHT, NEED_DK, NEED_DV, PRECISION, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE, True,
+            )  # fmt: skip
 
     # Keys that no row sees have gradient 0; the weights of padding keys above came from zeros.
     seen = ((offs_n >= seen_lo) & (offs_n < seen_hi))[:, None]
@@ -228,8 +224,8 @@ def _attn_bwd_dq_kernel(
     stride_dob, stride_dom, stride_doh,
     batch, num_heads, group_size, seqlen_q, seqlen_k, window_left, window_right, softmax_scale, softcap,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     left = window_left if HAS_LEFT else UNLIMITED
@@ -288,11 +284,12 @@ def _attn_bwd_dq_kernel(
         left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, HAS_LEFT, HAS_RIGHT, PRECISION, BLOCK_N, BLOCK_D,
         BLOCK_DV, WIDE, False,
     )  # fmt: skip
-    dq_i = _accumulate_dq(
-        dq_i, q_i, do_i, lse_i, delta_i, k, v, stride_kn, stride_vn, full_hi, hi, offs_m, used_q, used_k, seen_lo,
-        left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, HAS_LEFT, HAS_RIGHT, PRECISION, BLOCK_N, BLOCK_D,
-        BLOCK_DV, WIDE, True,
-    )  # fmt: skip
+    if HAS_RIGHT or TAIL:
+        dq_i = _accumulate_dq(
+            dq_i, q_i, do_i, lse_i, delta_i, k, v, stride_kn, stride_vn, full_hi, hi, offs_m, used_q, used_k, seen_lo,
+            left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, HAS_LEFT, HAS_RIGHT, PRECISION, BLOCK_N,
+            BLOCK_D, BLOCK_DV, WIDE, True,
+        )  # fmt: skip
     sees = ((offs_m >= seeing_lo) & (offs_m < seeing_hi))[:, None]
     dq += (tl.cast(batch_row, tl.int64) * seqlen_q + q_start) * num_heads * HEAD_DIM + h * HEAD_DIM
     dq_i = tl.where(sees, dq_i * softmax_scale, 0.0)

@@ -12,6 +12,7 @@ from .. import ranges
 
 UNLIMITED = tl.constexpr(ranges.UNLIMITED)
 LOG2_E = tl.constexpr(1.4426950408889634)
+COPIES = tl.constexpr(4)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 # The interpreter runs plain functions as they are and refuses to wrap those of a module without triton.language.
@@ -90,6 +91,20 @@ def load_tile(base, start, stride, lo, hi, DIM: tl.constexpr, ROWS: tl.constexpr
         return tl.load(pointers, mask=(offs_d < DIM)[None, :], other=0.0)
     else:
         return tl.load(pointers)
+
+
+@triton.jit
+def load_row(base, start, hi, ROWS: tl.constexpr, MASKED: tl.constexpr):
+    """ROWS values along the second axis of a score tile, zeros from ``hi`` on if MASKED.
+
+    Loaded several times over, as a matrix, and reduced: a vector of so few elements would be loaded in the layout of the
+    matrix unit's accumulator, 16 addresses and 16 registers per thread.
+    """
+    offs = start + tl.arange(0, ROWS)[None, :] + tl.zeros([COPIES, 1], tl.int32)
+    if MASKED:
+        return tl.max(tl.load(base + offs, mask=offs < hi, other=0.0), 0)
+    else:
+        return tl.max(tl.load(base + offs), 0)
 
 
 @triton.jit

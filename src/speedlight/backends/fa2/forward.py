@@ -82,8 +82,8 @@ def _attn_fwd_kernel(
     batch, num_heads, group_size, seqlen_q, seqlen_k, heads_together, window_left, window_right,
     softmax_scale, softcap,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SOFTCAP: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     left = window_left if HAS_LEFT else UNLIMITED
@@ -146,11 +146,12 @@ def _attn_fwd_kernel(
         scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, SCALE_FIRST, HAS_LEFT, HAS_RIGHT, PRECISION, BLOCK_N, BLOCK_D,
         BLOCK_DV, WIDE, False,
     )  # fmt: skip
-    acc, l_i, m_i = _attend(
-        acc, l_i, m_i, q_i, k, v, stride_kn, stride_vn, full_hi, hi, offs_m, used_q, used_k, seen_lo, left, right,
-        scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, SCALE_FIRST, HAS_LEFT, HAS_RIGHT, PRECISION, BLOCK_N, BLOCK_D,
-        BLOCK_DV, WIDE, True,
-    )  # fmt: skip
+    if HAS_RIGHT or TAIL:
+        acc, l_i, m_i = _attend(
+            acc, l_i, m_i, q_i, k, v, stride_kn, stride_vn, full_hi, hi, offs_m, used_q, used_k, seen_lo, left, right,
+            scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, SCALE_FIRST, HAS_LEFT, HAS_RIGHT, PRECISION, BLOCK_N,
+            BLOCK_D, BLOCK_DV, WIDE, True,
+        )  # fmt: skip
 
     # Padding rows computed something from zeros; they count as rows that see nothing.
     nothing = (l_i == 0) | (offs_m >= used_q)
