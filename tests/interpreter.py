@@ -33,7 +33,8 @@ def _operand(handle: TensorHandle) -> np.ndarray:
     if scalar == tl.bfloat16:
         return _widen(handle.data)
     if scalar.is_floating() and scalar.primitive_bitwidth == 8:
-        return interpreter._convert_float(handle.data, handle.dtype, tl.float16, None).view(np.float16).astype(np.float32)
+        half = interpreter._convert_float(handle.data, handle.dtype, tl.float16, None)  # exact for both fp8 types
+        return half.view(np.float16).astype(np.float32)
     return handle.data
 
 

@@ -65,8 +65,10 @@ def test_flops_packed_equal_the_sum_of_sequences():
     lengths = ((7, 7), (3, 9), (0, 4), (7, 7))
     packed = Workload.packed(lengths, 4, 8, causal=True, window=(2, None))
     alone = [Workload.dense(1, q, k, 4, 8, causal=True, window=(2, None)) for q, k in lengths]
-    for count in (io_model.forward_flops, io_model.backward_flops, io_model.minimal_forward_bytes,
-                  io_model.minimal_backward_bytes, io_model.standard_forward_bytes, io_model.standard_backward_bytes):  # fmt: skip
+    for count in (
+        io_model.forward_flops, io_model.backward_flops, io_model.minimal_forward_bytes,
+        io_model.minimal_backward_bytes, io_model.standard_forward_bytes, io_model.standard_backward_bytes,
+    ):  # fmt: skip
         assert count(packed) == sum(count(w) for w in alone)
     assert io_model.fa2_forward_bytes(packed, 4, 4) == sum(io_model.fa2_forward_bytes(w, 4, 4) for w in alone)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -137,7 +138,7 @@ def _by_rows(b, q, k, v, *, causal=False, window=(None, None), softcap=0.0, soft
     lse = torch.full((num_heads, seqlen_q), -INF, dtype=torch.float64)
     for h in range(num_heads):
         kv_head = h * k.shape[1] // num_heads
-        slope = 0.0 if alibi_slopes is None else float(alibi_slopes[h] if alibi_slopes.dim() == 1 else alibi_slopes[b, h])
+        slope = 0.0 if alibi_slopes is None else float(alibi_slopes.view(-1, num_heads)[-1 if b else 0, h])
         for i in range(seqlen_q):
             out[i, h], lse[h, i] = _row(
                 q[i, h], k[:, kv_head], v[:, kv_head], i + seqlen_k - seqlen_q,
@@ -346,7 +347,7 @@ def _parts(options=(), cuts=(0, 4, 4, 9)):
     mask = options.pop("mask", torch.ones(6, 9, dtype=torch.bool))
     sink = options.pop("sink", None)
     parts = []
-    for n, (a, b) in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
+    for n, (a, b) in enumerate(itertools.pairwise(cuts)):
         first = dict(sink=sink) if n == 0 else {}  # the sink belongs to one part
         part = reference.attention(
             q, k[:, a:b], v[:, a:b], mask=mask[..., a:b], return_lse=True, **first, **options

@@ -39,15 +39,9 @@ class Workload:
     itemsize: int = 2  # bytes per element of q, k, v and out
 
     @classmethod
-    def dense(
-        cls, batch: int, seqlen_q: int, seqlen_k: int, num_heads: int, head_dim: int, *, num_heads_kv: int | None = None,
-        head_dim_v: int | None = None, causal: bool = False, window: Window = (None, None), itemsize: int = 2,
-    ) -> Workload:  # fmt: skip
-        lengths = ((seqlen_q, seqlen_k),) * batch
-        return cls.packed(
-            lengths, num_heads, head_dim, num_heads_kv=num_heads_kv, head_dim_v=head_dim_v, causal=causal, window=window,
-            itemsize=itemsize,
-        )  # fmt: skip
+    def dense(cls, batch: int, seqlen_q: int, seqlen_k: int, num_heads: int, head_dim: int, **options: Any) -> Workload:
+        """A batch of equal sequences; options as for :meth:`packed`."""
+        return cls.packed(((seqlen_q, seqlen_k),) * batch, num_heads, head_dim, **options)
 
     @classmethod
     def packed(
@@ -202,7 +196,10 @@ def _rows_met(w: Workload, block_m: int, block_n: int) -> tuple[int, int]:
     return key_rows, query_rows
 
 
-def _sweep(rows: int, others: int, block: int, other_block: int, shift: int, left: int | None, right: int | None) -> int:
+def _sweep(
+    rows: int, others: int, block: int, other_block: int, shift: int, left: int | None, right: int | None
+) -> int:
+    """Rows of the other side in blocks that a block of rows has a visible pair with, summed over the blocks of rows."""
     met = 0
     for start in range(0, rows, block):
         stop = min(start + block, rows)

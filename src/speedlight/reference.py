@@ -129,6 +129,7 @@ def _sequence(
     """
     (seqlen_q, num_heads, head_dim), (seqlen_k, num_heads_kv, _) = q.shape, k.shape
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    entry = torch.tensor(b, device=q.device)
     h = torch.arange(num_heads, device=q.device)[:, None, None]
     i = torch.arange(seqlen_q, device=q.device)[None, :, None]
     j = torch.arange(seqlen_k, device=q.device)[None, None, :]
@@ -137,7 +138,7 @@ def _sequence(
     def modifier(m: Mask | Bias) -> Tensor:
         index = {"head": h, "q": i + start_q, "kv": j + start_k}
         aux = [values[index[axis]] for axis, values in m.aux]
-        return torch.as_tensor(m.fn(torch.tensor(b, device=q.device), h, i, j, seqlen_q, seqlen_k, *aux))
+        return torch.as_tensor(m.fn(entry, h, i, j, seqlen_q, seqlen_k, *aux))
 
     def part(t: Tensor) -> Tensor:
         """This sequence's (H or 1, Sq or 1, Sk or 1) of a tensor broadcastable to (B, H, Sq, Sk)."""
@@ -185,7 +186,11 @@ def _sequence(
 
     if dropout_p:
         threshold = min(round(dropout_p * 65536), 65535)
-        kept = keep_mask(dropout_seed, b, h, i, j, threshold) if keep is None else part(keep)
+        if keep is None:
+            assert dropout_seed is not None, "dropout needs dropout_seed or keep"
+            kept = keep_mask(dropout_seed, entry, h, i, j, threshold)
+        else:
+            kept = part(keep)
         p = p * kept.to(dtype) * (65536 / (65536 - threshold))
     return (p @ v).transpose(0, 1), lse
 

@@ -18,8 +18,8 @@ import torch
 from . import measure, report
 from .baselines import DEFAULTS, IMPLEMENTATIONS, Implementation
 from .cases import CASES, DTYPES, Case, select
-from .gate import Gate, first_line
-from .record import Recorder, Row, environment, read_rows
+from .gate import Gate
+from .record import Recorder, Row, environment, first_line, read_rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,11 +38,12 @@ def _parser() -> argparse.ArgumentParser:
 
     def choosing(name: str, text: str, command: Any) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
-        sub.add_argument("cases", nargs="*", metavar="CASE", help="name, folder or glob; default: grid, or cpu without a GPU")
-        sub.add_argument("--impl", help="comma-separated; default: " + "; ".join(f"{d}: {','.join(n)}" for d, n in DEFAULTS.items()))
+        sub.add_argument("cases", nargs="*", metavar="CASE", help="name, folder or glob (grid; cpu without a GPU)")
+        defaults = "; ".join(f"{device}: {','.join(names)}" for device, names in DEFAULTS.items())
+        sub.add_argument("--impl", help=f"comma-separated; default: {defaults}")
         sub.add_argument("--dtype", choices=sorted(DTYPES), help="instead of the case's own")
         sub.add_argument("--device", choices=("cuda", "cpu"), help="instead of the case's own")
-        sub.add_argument("--time-limit", type=float, default=float("inf"), metavar="S", help="no new case after S seconds")
+        sub.add_argument("--time-limit", type=float, default=float("inf"), metavar="S", help="start no case after that")
         sub.set_defaults(command=command)
         return sub
 

@@ -1,4 +1,4 @@
-"""The named problems. A name is a path, ``suite/.../size``; prefixes and globs select: ``grid/d64``, ``grid/*/s4096``."""
+"""The named problems. A name is a path, ``suite/.../size``; folders and globs pick: ``grid/d64``, ``grid/*/s4096``."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PACKED_LENGTHS = (4096, 3072, 2048, 1792, 1024, 1000, 777, 640, 512, 500, 300, 2
 class Case:
     """One self-attention problem and the way to measure it.
 
-    q is (batch, seqlen, num_heads, head_dim), k and v have num_heads_kv heads; with ``lengths`` the sequences are packed
-    to (seqlen, heads, head_dim). ``window_left``: keys visible to the left of a query's own position.
+    q is (batch, seqlen, num_heads, head_dim), k and v have num_heads_kv heads; with ``lengths`` sequences are packed to
+    (seqlen, heads, head_dim). ``window_left``: keys visible to the left of a query's own position.
     """
 
     name: str
@@ -88,9 +88,8 @@ def _all() -> list[Case]:
         for causal in (False, True):
             for seqlen in (512, 1024, 2048, 4096, 8192, 16384):
                 name = f"grid/d{head_dim}/{'causal' if causal else 'full'}/s{seqlen}"
-                cases.append(
-                    Case(name, seqlen, 2048 // head_dim, head_dim, 16384 // seqlen, causal=causal, optional=head_dim == 256)
-                )
+                heads, batch, rare = 2048 // head_dim, 16384 // seqlen, head_dim == 256
+                cases.append(Case(name, seqlen, heads, head_dim, batch, causal=causal, optional=rare))
     cases += [
         Case("long/s131072", 131072, 16, 128),
         Case("sustained/d64", 8192, 32, 64, 2, mode="sustained"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from .record import Row, measured
 
@@ -34,19 +35,18 @@ def draw(rows: Sequence[Row], path: Path, pattern: str = "grid/*/causal/*") -> N
     names = list(dict.fromkeys(r["impl"] for r in found))
     ours = {r["impl"] for r in found if r["ours"]}
 
-    style = {
+    style: dict[Any, Any] = {
         "svg.fonttype": "none", "svg.hashsalt": "speedlight", "font.family": "sans-serif", "font.size": 10,
         "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK,
         "axes.spines.top": False, "axes.spines.right": False,
     }  # fmt: skip
     with plt.rc_context(style):
-        figure, axes = plt.subplots(
-            len(passes), len(kinds), figsize=(1.2 + 3.6 * len(kinds), 1.3 + 2.6 * len(passes)), squeeze=False, sharex="col"
-        )
+        size = 1.2 + 3.6 * len(kinds), 1.3 + 2.6 * len(passes)
+        figure, axes = plt.subplots(len(passes), len(kinds), figsize=size, squeeze=False, sharex="col")
         for line, name in enumerate(passes):
             for column, (kind, dtype) in enumerate(kinds):
                 axis = axes[line][column]
-                ticks = set()
+                ticks: set[int] = set()
                 for order, implementation in enumerate(names):
                     points = sorted(
                         (r["seqlen"], r["tflops"])
@@ -72,15 +72,16 @@ def draw(rows: Sequence[Row], path: Path, pattern: str = "grid/*/causal/*") -> N
                     axis.set_ylabel("TFLOP/s")
                 if line == len(passes) - 1:
                     axis.set_xlabel("sequence length")
-        by_label = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-        figure.legend(
-            by_label.values(), by_label.keys(), loc="upper center", ncols=min(len(by_label), 4 if len(kinds) > 1 else 2),
-            frameon=False,
-        )  # fmt: skip
+        by_label: dict[Any, Any] = {}
+        for axis in axes.flat:
+            by_label.update((label, line) for line, label in zip(*axis.get_legend_handles_labels(), strict=True))
+        per_line = 4 if len(kinds) > 1 else 2
+        figure.legend(list(by_label.values()), list(by_label), loc="upper center", ncols=per_line, frameon=False)
         env = found[-1]["env"]
         where = env.get("gpu") if found[-1]["device"] == "cuda" else env.get("cpu")
         figure.text(0.99, 0.005, f"{where}, torch {env['torch']}, {env['date'][:10]}, medians", ha="right", fontsize=8)
-        figure.tight_layout(rect=(0, 0.02, 1, 1 - 0.24 * (1 + (len(by_label) - 1) // 4) / figure.get_figheight()))
+        legend_inches = 0.1 + 0.22 * -(-len(by_label) // per_line)
+        figure.tight_layout(rect=(0, 0.02, 1, 1 - legend_inches / figure.get_figheight()))
         figure.savefig(path, transparent=True, metadata={"Date": None} if path.suffix == ".svg" else None)
         plt.close(figure)
 

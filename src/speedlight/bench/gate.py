@@ -7,7 +7,6 @@ attention in the same dtype (``Eager``) loses on the same inputs: an exact imple
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .baselines import Attention, Eager, Implementation
+from .baselines import Eager
 from .cases import Case
+from .interface import Attention, Implementation
+from .record import first_line
 
 NAMES = ("out", "dq", "dk", "dv")
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -38,8 +39,8 @@ def small_case(case: Case) -> Case:
     seqlen = 384 if case.window_left is None else max(384, min(2 * (case.window_left + 1), 4096))
     lengths = (384, 129, 7, 120) if case.lengths else ()
     return replace(
-        case, name="gate", batch=1 if lengths else 2, seqlen=sum(lengths) or seqlen, num_heads=2 * group, num_heads_kv=2,
-        lengths=lengths, mode="timed",
+        case, name="gate", batch=1 if lengths else 2, seqlen=sum(lengths) or seqlen, num_heads=2 * group,
+        num_heads_kv=2, lengths=lengths, mode="timed", optional=False,
     )  # fmt: skip
 
 
@@ -95,9 +96,10 @@ def reference(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool, windo
 def reference_for(case: Case, inputs: Results) -> Results:
     """:func:`reference`, sequence by sequence where they are packed."""
     if not case.lengths:
-        return reference(*inputs, case.causal, case.window_left)
+        q, k, v, dout = inputs
+        return reference(q, k, v, dout, case.causal, case.window_left)
     pieces = zip(*(t[None].split(list(case.lengths), 1) for t in inputs), strict=True)
-    parts = [reference(*piece, case.causal, case.window_left) for piece in pieces]
+    parts = [reference(q, k, v, dout, case.causal, case.window_left) for q, k, v, dout in pieces]
     out, dq, dk, dv = (torch.cat(ts, 1)[0] for ts in zip(*parts, strict=True))
     return out, dq, dk, dv
 
@@ -153,7 +155,8 @@ class Gate:
             return Verdict("refused", first_line(error))
         except Exception as error:
             # Peers have no agreed way of refusing; ours must not raise anything else.
-            return Verdict("failed" if implementation.ours else "refused", f"{type(error).__name__}: {first_line(error)}")
+            status = "failed" if implementation.ours else "refused"
+            return Verdict(status, f"{type(error).__name__}: {first_line(error)}")
         errors, faults = {}, []
         for name, x, ref in zip(NAMES, results, wanted, strict=True):
             if x.shape != ref.shape or x.dtype != small.dtype:
@@ -163,14 +166,9 @@ class Gate:
             plain_l2, plain_largest = plain[name]
             errors[name] = {"l2": l2, "ratio": l2 / max(plain_l2, 1e-300)}
             if not (l2 <= 2 * plain_l2 + 1e-5 and largest <= 3 * plain_largest + 1e-5):
-                faults.append(f"{name} has error {l2:.2g} (largest {largest:.2g}), plain {plain_l2:.2g} ({plain_largest:.2g})")
+                than = f"plain {plain_l2:.2g} ({plain_largest:.2g})"
+                faults.append(f"{name} has error {l2:.2g} (largest {largest:.2g}), {than}")
         return Verdict("failed" if faults else "passed", "; ".join(faults), errors)
-
-
-def first_line(error: BaseException) -> str:
-    """Enough of a message to know it by. Folders are cut from paths: rows are published."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-    return re.sub(r"(?<![\w.])(?:/[\w.+@-]+)+/(?=[\w.])", "", line)
 
 
 def spot(case: Case) -> Callable[[Results], Results]:
@@ -191,7 +189,7 @@ def spot(case: Case) -> Callable[[Results], Results]:
 
 
 def spot_faults(results: Results, wanted: Results, plain: dict[str, tuple[float, float]]) -> str:
-    """Empty, or what is wrong at the case's own size. The yardstick comes from another length, hence 3 in place of 2."""
+    """Empty, or what is wrong at the case's own size. The yardstick is of another length, hence 3 in place of 2."""
     faults = []
     for name, x, ref in zip(NAMES, results, wanted, strict=True):
         l2 = relative_error(x, ref)
@@ -205,7 +203,7 @@ def poisoned(like: tuple[Tensor, ...]) -> Iterator[None]:
     """Make memory that is handed out uninitialised hold NaN, so that an output nobody writes is seen.
 
     CUDA: freed blocks of the outputs' sizes are left in the caching allocator full of NaN bits (0xFF); the next
-    allocations of those sizes get them. CPU: torch.empty and empty_like are replaced meanwhile.
+    allocations of those sizes get them. CPU: torch.empty and its kin are replaced meanwhile.
     """
     if like[0].is_cuda:
         blocks = [torch.full((t.nbytes,), 255, dtype=torch.uint8, device=t.device) for t in like for _ in range(3)]
@@ -216,13 +214,17 @@ def poisoned(like: tuple[Tensor, ...]) -> Iterator[None]:
     def filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def fill(*args: Any, **kwargs: Any) -> Tensor:
             t = make(*args, **kwargs)
-            return t.detach().fill_(float("nan")) if t.is_floating_point() else t
+            with torch.no_grad():
+                return t.fill_(float("nan")) if t.is_floating_point() else t
 
         return fill
 
-    kept = torch.empty, torch.empty_like, torch.Tensor.new_empty
-    torch.empty, torch.empty_like, torch.Tensor.new_empty = (filled(make) for make in kept)  # type: ignore
+    places = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")]
+    kept = [(owner, name, getattr(owner, name)) for owner, name in places]
+    for owner, name, make in kept:
+        setattr(owner, name, filled(make))
     try:
         yield
     finally:
-        torch.empty, torch.empty_like, torch.Tensor.new_empty = kept  # type: ignore
+        for owner, name, make in kept:
+            setattr(owner, name, make)

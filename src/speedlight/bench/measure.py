@@ -24,8 +24,10 @@ from . import gate, timing
 from .baselines import Attention, Implementation, use_sdpa
 from .cases import Case
 from .gate import Gate, Results
-from .record import Row
+from .record import Row, first_line
 from .timing import Contender, Samples
+
+Admitted = tuple[Implementation, Row]
 
 
 class DeviceLost(RuntimeError):
@@ -85,10 +87,10 @@ def _check_device(case: Case) -> None:
         try:
             torch.cuda.synchronize()
         except RuntimeError as error:
-            raise DeviceLost(gate.first_line(error)) from error
+            raise DeviceLost(first_line(error)) from error
 
 
-def _measure(case: Case, admitted: Sequence[tuple[Implementation, Row]], judge: Gate, options: Options) -> Iterator[Row]:
+def _measure(case: Case, admitted: Sequence[Admitted], judge: Gate, options: Options) -> Iterator[Row]:
     inputs = gate.random_inputs(case)
     cut = gate.spot(case)
     one = replace(case, lengths=(), name="spot")
@@ -120,7 +122,7 @@ def _measure(case: Case, admitted: Sequence[tuple[Implementation, Row]], judge: 
         except Exception as error:
             _check_device(case)
             status = "refused" if isinstance(error, NotImplementedError | torch.OutOfMemoryError) else "failed"
-            yield {**row, "status": status, "reason": f"{type(error).__name__}: {gate.first_line(error)}"}
+            yield {**row, "status": status, "reason": f"{type(error).__name__}: {first_line(error)}"}
             continue
         contenders.append(contender)
         rows[contender.name] = {**row, "peaks": peaks}
@@ -136,8 +138,9 @@ def _measure(case: Case, admitted: Sequence[tuple[Implementation, Row]], judge: 
     else:
         clock = timing.CudaClock() if case.device == "cuda" else timing.CpuClock()
         samples = timing.alternate(
-            contenders, clock, rounds=options.rounds, calls=options.calls, pause=options.pause, deadline=options.deadline
-        )
+            contenders, clock, rounds=options.rounds, calls=options.calls, pause=options.pause,
+            deadline=options.deadline,
+        )  # fmt: skip
     for contender in contenders:
         row = rows[contender.name]
         peaks = row.pop("peaks")
@@ -173,6 +176,7 @@ def _cuda_peaks(attn: Attention, inputs: Results, passes: Sequence[str]) -> dict
     peaks = {}
     if "fwd" in passes:
         with torch.no_grad():
+            attn(q, k, v)  # leaves behind what a first call leaves behind
             peaks["fwd"] = timing.cuda_peak_mib(lambda: attn(q, k, v))
     if "bwd" in passes:
         peaks["fwdbwd"] = timing.cuda_peak_mib(lambda: gate.forward_backward(attn, inputs))
@@ -186,19 +190,21 @@ def _numbers(case: Case, name: str, samples: Samples, base: Samples | None, base
     parts = ("fwd", "bwd") if name == "fwdbwd" else (name,)
     ms = samples.median
     p10, p90 = samples.spread()
+    apart = case.device == "cuda" or case.mode == "host"
     return {
         "median_ms": ms, "p10_ms": p10, "p90_ms": p90, "rounds": len(samples.rounds),
         "calls": len(samples.all), "round_ms": [round(one, 6) for one in samples.round_medians],
         # Host time says nothing about arithmetic. GB/s count the least bytes there are to move.
         "tflops": None if case.mode == "host" else sum(flops[part] for part in parts) / ms / 1e9,
         "gbps": None if case.mode == "host" else sum(moved[part] for part in parts) / ms / 1e6,
-        "host_us": median(samples.host_us) if samples.host_us else None,
+        # On the CPU the host time of a call is the call.
+        "host_us": median(samples.host_us) if samples.host_us and apart else None,
         "baseline": baseline if base else None,
         "ratio": timing.ratio(base.round_medians, samples.round_medians) if base else None,
     }  # fmt: skip
 
 
-def _process_memory(case: Case, admitted: Sequence[tuple[Implementation, Row]], options: Options) -> Iterator[Row]:
+def _process_memory(case: Case, admitted: Sequence[Admitted], options: Options) -> Iterator[Row]:
     """Peak resident memory above the inputs, each number from a process of its own."""
     for implementation, row in admitted:
         for name in ("fwd", "fwdbwd"):

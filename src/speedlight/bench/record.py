@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
@@ -98,6 +99,12 @@ def _cpu_name() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def first_line(error: BaseException) -> str:
+    """Enough of a message to know it by. Folders are cut from paths: rows are published."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    return re.sub(r"(?<![\w.])(?:/[\w.+@-]+)+/(?=[\w.])", "", line)
 
 
 class Recorder:

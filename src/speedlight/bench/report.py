@@ -99,7 +99,8 @@ def tables(rows: Sequence[Row], baseline: str | None = None) -> list[Table]:
 
 def unmeasured(rows: Sequence[Row]) -> list[str]:
     """Failures and refusals, in words."""
-    return [f"{r['case']} {r['impl']} {r['status']}: {r['reason']}" for r in rows if r["status"] in ("refused", "failed")]
+    said = [r for r in rows if r["status"] in ("refused", "failed")]
+    return [f"{r['case']} {r['impl']} {r['status']}: {r['reason']}" for r in said]
 
 
 def comparison(a: Sequence[Row], b: Sequence[Row], noise: float = NOISE) -> list[Change]:
@@ -142,7 +143,8 @@ def _rich() -> tuple[Any, Any]:
 def print_tables(rows: Sequence[Row], baseline: str | None = None) -> None:
     console, rich_table = _rich()
     for table in tables(rows, baseline):
-        shown = rich_table(title=f"{table.title}: {table.unit}, ratio to {baseline or 'the baseline'}", title_justify="left")
+        title = f"{table.title}: {table.unit}, ratio to {baseline or 'the baseline'}"
+        shown = rich_table(title=title, title_justify="left")
         shown.add_column("case")
         for name in table.implementations:
             shown.add_column(name, justify="right", no_wrap=True)

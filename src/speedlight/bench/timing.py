@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from .record import first_line
+
 Call = Callable[[], Any]
 
 TURN_MS = 60.0  # a contender's calls in one turn take about this long at most, so that it does not heat the card
@@ -148,8 +150,9 @@ def rotated(contenders: Sequence[Contender], n: int) -> list[Contender]:
 
 
 def alternate(
-    contenders: Sequence[Contender], clock: Clock, *, rounds: int, calls: int, pause: float, deadline: float = float("inf")
-) -> dict[tuple[str, str], Samples]:
+    contenders: Sequence[Contender], clock: Clock, *, rounds: int, calls: int, pause: float,
+    deadline: float = float("inf"),
+) -> dict[tuple[str, str], Samples]:  # fmt: skip
     """Interleaved timing: in every round each contender has a turn, and the order rotates by one from round to round.
 
     A turn is a pause, in which the card cools, and ``calls`` calls of each pass (fewer when they are long). At least
@@ -177,7 +180,7 @@ def alternate(
                     kept.rounds.append([ms for ms, _ in times])
                     kept.host_us += [us for _, us in times]
             except Exception as error:  # mostly memory, which the others' graphs take; the others go on
-                contender.fault = f"{type(error).__name__}: {error}"
+                contender.fault = f"{type(error).__name__}: {first_line(error)}"
     return samples
 
 
@@ -231,17 +234,14 @@ def host_times(
 
 
 def cuda_peak_mib(call: Call) -> float:
-    """Most device memory allocated during a call beyond what was allocated before it, MiB, second call of two."""
-    peak = 0.0
-    for _ in range(2):  # the first may make workspaces that stay
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        result = call()
-        torch.cuda.synchronize()
-        peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-        del result
-    return peak
+    """Most device memory allocated during a call beyond what was allocated before it, MiB. Call it once before: a first
+    call may make workspaces that stay."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def process_peak_mib(call: Call) -> float:

@@ -42,9 +42,14 @@ _TOKEN_OF = _translation()
 
 @dataclass(frozen=True)
 class Genome:
-    """`tokens` (uint8, length L) with where they came from; counts are in nucleotides, separators left out."""
+    """`tokens` (uint8, length L) with where they came from; counts are in nucleotides, separators left out.
+
+    `identifier` is the first word of the first record's header, `name` the rest of it. `known` counts A, C, G and T,
+    `gc` is the share of G and C in them.
+    """
 
     name: str
+    identifier: str
     source: str
     records: int
     length: int
@@ -117,10 +122,14 @@ def _genome(path: Path, source: str, names: list[str], parts: list[bytes], max_l
     joined = bytes([UNKNOWN]).join(part for part in parts if part)
     counts = [sum(part.count(token) for part in parts) for token in range(len(VOCABULARY))]
     known = length - counts[UNKNOWN]
+    identifier, _, title = names[0].partition(" ")
+    identifier = identifier.strip("|") or "unnamed"
+    title = title.strip() or identifier
     if known < length / 2:
         raise DemoError(f"cannot use {path}: only {known:,} of its {length:,} letters are A, C, G or T.")
     return Genome(
-        name=names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1:,} more",
+        name=title if len(names) == 1 else f"{title} and {len(names) - 1:,} more records",
+        identifier=identifier,
         source=source,
         records=len(names),
         length=length,

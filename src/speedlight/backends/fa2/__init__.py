@@ -136,6 +136,8 @@ def dkdv_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], t
     args = {
         **_strides(problem, q=q, k=k, v=v, do=dout),
         **_sizes(problem),
+        # A compile-time count: with one query head per K/V head the loop over the group vanishes, and its registers.
+        "GROUP_SIZE": problem.group_size,
         "NEED_DK": tensors[6] is not None,
         "NEED_DV": tensors[7] is not None,
         "TAIL": _ragged(problem, problem.seqlen_q, tile.block_m),

@@ -107,15 +107,15 @@ def _attn_bwd_dkdv_kernel(
     q, k, v, dout, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
     stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     stride_dob, stride_dom, stride_doh,
-    batch, num_heads, group_size, seqlen_q, seqlen_k, window_left, window_right, softmax_scale, softcap,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    batch, num_heads, seqlen_q, seqlen_k, window_left, window_right, softmax_scale, softcap,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr,
     WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     left = window_left if HAS_LEFT else UNLIMITED
     right = window_right if HAS_RIGHT else UNLIMITED
-    num_heads_kv = num_heads // group_size
+    num_heads_kv = num_heads // GROUP_SIZE
     lse_rows = seqlen_q
     if cu_seqlens_q is not None:
         b, block, k_start, k_rows = locate_tile(pid // num_heads_kv, cu_seqlens_k, batch, seqlen_k, BLOCK_N)
@@ -156,29 +156,22 @@ def _attn_bwd_dkdv_kernel(
     lo = lo // BLOCK_M * BLOCK_M
     full_lo = tl.minimum(tl.cdiv(full_lo, BLOCK_M) * BLOCK_M, tl.cdiv(hi, BLOCK_M) * BLOCK_M)
     full_hi = tl.maximum(full_hi // BLOCK_M * BLOCK_M, full_lo)
-    for member in range(0, group_size):
-        h = hk * group_size + member
+    for member in range(0, GROUP_SIZE):
+        h = hk * GROUP_SIZE + member
         q_h = q + tl.cast(h, tl.int64) * stride_qh
         dout_h = dout + tl.cast(h, tl.int64) * stride_doh
         lse_h = lse + first_lse + tl.cast(h, tl.int64) * lse_rows
         delta_h = delta + first_lse + tl.cast(h, tl.int64) * lse_rows
-        if HAS_RIGHT:
-            dk_j, dv_j = _accumulate_dkdv(
-                dk_j, dv_j, k_j, v_j, q_h, dout_h, lse_h, delta_h, stride_qm, stride_dom, lo, full_lo, offs_n, used_q,
-                used_k, seeing_lo, seeing_hi, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, HAS_LEFT,
-                HAS_RIGHT, NEED_DK, NEED_DV, PRECISION, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE, True,
-            )  # fmt: skip
-        dk_j, dv_j = _accumulate_dkdv(
-            dk_j, dv_j, k_j, v_j, q_h, dout_h, lse_h, delta_h, stride_qm, stride_dom, full_lo, full_hi, offs_n, used_q,
-            used_k, seeing_lo, seeing_hi, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, HAS_LEFT,
-            HAS_RIGHT, NEED_DK, NEED_DV, PRECISION, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE, False,
-        )  # fmt: skip
-        if HAS_LEFT or TAIL:
-            dk_j, dv_j = _accumulate_dkdv(
-                dk_j, dv_j, k_j, v_j, q_h, dout_h, lse_h, delta_h, stride_qm, stride_dom, full_hi, hi, offs_n, used_q,
-                used_k, seeing_lo, seeing_hi, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, HAS_LEFT,
-                HAS_RIGHT, NEED_DK, NEED_DV, PRECISION, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE, True,
-            )  # fmt: skip
+        for part in tl.static_range(3):  # as in the forward
+            if part == 1 or (part == 0 and HAS_RIGHT) or (part == 2 and (HAS_LEFT or TAIL)):
+                start = lo if part == 0 else (full_lo if part == 1 else full_hi)
+                end = full_lo if part == 0 else (full_hi if part == 1 else hi)
+                if start < end:
+                    dk_j, dv_j = _accumulate_dkdv(
+                        dk_j, dv_j, k_j, v_j, q_h, dout_h, lse_h, delta_h, stride_qm, stride_dom, start, end, offs_n,
+                        used_q, used_k, seeing_lo, seeing_hi, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP,
+                        HAS_LEFT, HAS_RIGHT, NEED_DK, NEED_DV, PRECISION, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE, part != 1,
+                    )  # fmt: skip
 
     # Keys that no row sees have gradient 0; the weights of padding keys above came from zeros.
     seen = ((offs_n >= seen_lo) & (offs_n < seen_hi))[:, None]
@@ -273,23 +266,17 @@ def _attn_bwd_dq_kernel(
     lo = lo // BLOCK_N * BLOCK_N
     full_lo = tl.minimum(tl.cdiv(full_lo, BLOCK_N) * BLOCK_N, tl.cdiv(hi, BLOCK_N) * BLOCK_N)
     full_hi = tl.maximum(full_hi // BLOCK_N * BLOCK_N, full_lo)
-    if HAS_LEFT:
-        dq_i = _accumulate_dq(
-            dq_i, q_i, do_i, lse_i, delta_i, k, v, stride_kn, stride_vn, lo, full_lo, offs_m, used_q, used_k, seen_lo,
-            left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, HAS_LEFT, HAS_RIGHT, PRECISION, BLOCK_N,
-            BLOCK_D, BLOCK_DV, WIDE, True,
-        )  # fmt: skip
-    dq_i = _accumulate_dq(
-        dq_i, q_i, do_i, lse_i, delta_i, k, v, stride_kn, stride_vn, full_lo, full_hi, offs_m, used_q, used_k, seen_lo,
-        left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, HAS_LEFT, HAS_RIGHT, PRECISION, BLOCK_N, BLOCK_D,
-        BLOCK_DV, WIDE, False,
-    )  # fmt: skip
-    if HAS_RIGHT or TAIL:
-        dq_i = _accumulate_dq(
-            dq_i, q_i, do_i, lse_i, delta_i, k, v, stride_kn, stride_vn, full_hi, hi, offs_m, used_q, used_k, seen_lo,
-            left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, HAS_LEFT, HAS_RIGHT, PRECISION, BLOCK_N,
-            BLOCK_D, BLOCK_DV, WIDE, True,
-        )  # fmt: skip
+    for part in tl.static_range(3):  # as in the forward
+        if part == 1 or (part == 0 and HAS_LEFT) or (part == 2 and (HAS_RIGHT or TAIL)):
+            start = lo if part == 0 else (full_lo if part == 1 else full_hi)
+            end = full_lo if part == 0 else (full_hi if part == 1 else hi)
+            if start < end:
+                dq_i = _accumulate_dq(
+                    dq_i, q_i, do_i, lse_i, delta_i, k, v, stride_kn, stride_vn, start, end, offs_m, used_q, used_k,
+                    seen_lo, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, HAS_LEFT, HAS_RIGHT, PRECISION,
+                    BLOCK_N, BLOCK_D, BLOCK_DV, WIDE, part != 1,
+                )  # fmt: skip
+
     sees = ((offs_m >= seeing_lo) & (offs_m < seeing_hi))[:, None]
     dq += (tl.cast(batch_row, tl.int64) * seqlen_q + q_start) * num_heads * HEAD_DIM + h * HEAD_DIM
     dq_i = tl.where(sees, dq_i * softmax_scale, 0.0)

@@ -135,23 +135,18 @@ def _attn_fwd_kernel(
     lo = lo // BLOCK_N * BLOCK_N
     full_lo = tl.minimum(tl.cdiv(full_lo, BLOCK_N) * BLOCK_N, tl.cdiv(hi, BLOCK_N) * BLOCK_N)
     full_hi = tl.maximum(full_hi // BLOCK_N * BLOCK_N, full_lo)
-    if HAS_LEFT:
-        acc, l_i, m_i = _attend(
-            acc, l_i, m_i, q_i, k, v, stride_kn, stride_vn, lo, full_lo, offs_m, used_q, used_k, seen_lo, left, right,
-            scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, SCALE_FIRST, HAS_LEFT, HAS_RIGHT, PRECISION, BLOCK_N,
-            BLOCK_D, BLOCK_DV, WIDE, True,
-        )  # fmt: skip
-    acc, l_i, m_i = _attend(
-        acc, l_i, m_i, q_i, k, v, stride_kn, stride_vn, full_lo, full_hi, offs_m, used_q, used_k, seen_lo, left, right,
-        scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, SCALE_FIRST, HAS_LEFT, HAS_RIGHT, PRECISION, BLOCK_N, BLOCK_D,
-        BLOCK_DV, WIDE, False,
-    )  # fmt: skip
-    if HAS_RIGHT or TAIL:
-        acc, l_i, m_i = _attend(
-            acc, l_i, m_i, q_i, k, v, stride_kn, stride_vn, full_hi, hi, offs_m, used_q, used_k, seen_lo, left, right,
-            scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, SCALE_FIRST, HAS_LEFT, HAS_RIGHT, PRECISION, BLOCK_N,
-            BLOCK_D, BLOCK_DV, WIDE, True,
-        )  # fmt: skip
+    # The partial blocks at the left edge, the full ones, the partial blocks at the right edge. The branch is for ptxas,
+    # which serialises the matrix instructions of loops that follow each other on one accumulator (its note C7515).
+    for part in tl.static_range(3):
+        if part == 1 or (part == 0 and HAS_LEFT) or (part == 2 and (HAS_RIGHT or TAIL)):
+            start = lo if part == 0 else (full_lo if part == 1 else full_hi)
+            end = full_lo if part == 0 else (full_hi if part == 1 else hi)
+            if start < end:
+                acc, l_i, m_i = _attend(
+                    acc, l_i, m_i, q_i, k, v, stride_kn, stride_vn, start, end, offs_m, used_q, used_k, seen_lo, left,
+                    right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, SCALE_FIRST, HAS_LEFT, HAS_RIGHT, PRECISION,
+                    BLOCK_N, BLOCK_D, BLOCK_DV, WIDE, part != 1,
+                )  # fmt: skip
 
     # Padding rows computed something from zeros; they count as rows that see nothing.
     nothing = (l_i == 0) | (offs_m >= used_q)

@@ -7,6 +7,7 @@ dimension up to); the first fitting row wins.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ...problem import AttentionProblem
 from ...target import Target
@@ -51,7 +52,7 @@ def family(target: Target) -> str:
 
 # (family, largest head dimension) -> tile, for 16-bit inputs.
 _FWD: dict[str, tuple[tuple[int, Tile], ...]] = {
-    "sm90": ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 4, 2))),
+    "sm90": ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 128, 8, 3)), (256, Tile(64, 64, 4, 2))),
     "sm100": ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 2)), (256, Tile(64, 64, 4, 2))),
     "sm80": ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 32, 4, 3)), (256, Tile(64, 32, 4, 2))),
     "sm86": ((64, Tile(128, 64, 4, 2)), (128, Tile(64, 32, 4, 2)), (256, Tile(32, 32, 4, 1))),
@@ -61,8 +62,8 @@ _FWD: dict[str, tuple[tuple[int, Tile], ...]] = {
 }
 _BWD: dict[str, tuple[tuple[int, BwdTile], ...]] = {
     "sm90": (
-        (64, BwdTile(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2))),
-        (128, BwdTile(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2))),
+        (64, BwdTile(Tile(64, 64, 4, 3), Tile(128, 64, 4, 3))),
+        (128, BwdTile(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3))),
         (256, BwdTile(Tile(32, 64, 8, 1), Tile(64, 32, 8, 1))),
     ),
     "sm100": (
@@ -94,23 +95,29 @@ _BWD: dict[str, tuple[tuple[int, BwdTile], ...]] = {
 }
 
 
-def _narrow(tile: Tile) -> Tile:
-    """The tile for 32-bit inputs: half the rows, so that it takes the same shared memory and registers."""
-    return Tile(max(16, tile.block_m // 2), max(16, tile.block_n // 2), tile.num_warps, 1)
+# 32-bit inputs, on every GPU. "ieee" products run on the FMA units, fully unrolled: large tiles spill and compile for
+# minutes.
+_FWD_32BIT = ((64, Tile(64, 32, 8, 1)), (128, Tile(32, 32, 8, 1)), (256, Tile(16, 16, 8, 1)))
+_BWD_32BIT = (
+    (64, BwdTile(Tile(32, 32, 8, 1), Tile(32, 32, 8, 1))),
+    (128, BwdTile(Tile(16, 32, 8, 1), Tile(32, 16, 8, 1))),
+    (256, BwdTile(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1))),
+)
 
 
 def forward_tile(problem: AttentionProblem, target: Target) -> Tile:
-    tile = _row(_FWD[family(target)], problem)
-    return _narrow(tile) if problem.dtype.itemsize == 4 and target.is_gpu else tile
+    wide = problem.dtype.itemsize == 4 and target.is_gpu
+    return _row(_FWD_32BIT if wide else _FWD[family(target)], problem)
 
 
 def backward_tile(problem: AttentionProblem, target: Target) -> BwdTile:
-    tile = _row(_BWD[family(target)], problem)
-    if problem.dtype.itemsize == 4 and target.is_gpu:
-        return BwdTile(_narrow(tile.dkdv), _narrow(tile.dq))
-    return tile
+    wide = problem.dtype.itemsize == 4 and target.is_gpu
+    return _row(_BWD_32BIT if wide else _BWD[family(target)], problem)
 
 
-def _row(rows: tuple, problem: AttentionProblem):
+_AnyTile = TypeVar("_AnyTile", Tile, BwdTile)
+
+
+def _row(rows: tuple[tuple[int, _AnyTile], ...], problem: AttentionProblem) -> _AnyTile:
     dim = block_dim(max(problem.head_dim, problem.head_dim_v))
     return next(tile for largest, tile in rows if dim <= largest)

@@ -1,0 +1,269 @@
+"""FlashAttention-2 in plain torch operations: the executable description of the algorithm, on any torch device.
+
+Forward (Dao 2023, Algorithm 1), for each block of rows, over the tiles of keys it sees:
+    s = logits(q k^T)                    scaled, capped, biased, hidden ones -inf
+    m' = max(m, rowmax s);  p = exp(s - m');  a = exp(m - m')
+    l  = a l + rowsum p;    acc = a acc + drop(p) v
+and at the end  out = acc / l,  lse = m + log l. A sink is one more logit: m starts as the sink and l as 1.
+
+Backward (Algorithm 2), from lse alone, with delta = rowsum(out * dout) - dlse:
+    p  = exp(s - lse);      dv += drop(p)^T dout
+    ds = p * (drop(dout v^T) - delta)
+    dq += ds k;  dk += ds^T q;  dbias += ds;  dslope -= ds * distance;  dsink = -sum exp(sink - lse) * delta
+The paper has keys outside and rows inside, for parallelism. Here tiles follow each other, and one loop serves both passes.
+
+Shapes in a part (cpu_plan.py): pairs = batch entries * K/V heads, rows = group * m, where a K/V head's ``group`` query
+heads lie one below the other, so K and V are never repeated:
+    q, dq (pairs, rows, D)   dout, acc (pairs, rows, Dv)   k, dk (pairs, Sk, D)   v, dv (pairs, Sk, Dv)
+    s, p, dp, ds (pairs, rows, n)   m, l, lse, delta (pairs, rows, 1)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..problem import AttentionProblem
+from .contract import Grads, Inputs, Needs
+from .cpu_plan import Part, parts, row_blocks
+from .cpu_scores import Scores, slopes_4d
+
+import os
+BF16=os.environ.get('BF16','1')=='1'
+
+
+def supports(problem: AttentionProblem, target: Any) -> None:
+    """None: every valid problem is served."""
+
+
+def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """out (as q, with v's head dimension) and lse (B, H, Sq), varlen (H, T)."""
+    q = inputs.q
+    out = q.new_zeros((*q.shape[:-1], problem.head_dim_v))
+    lse = torch.full(problem.lse_shape, -math.inf, dtype=problem.lse_dtype, device=q.device)
+    for part in parts(problem, inputs, buffers=1):
+        _forward_part(problem, inputs, part, out, lse)
+    return out, lse
+
+
+def _forward_part(problem: AttentionProblem, inputs: Inputs, part: Part, out: Tensor, lse: Tensor) -> None:
+    dtype = problem.lse_dtype
+    scores = Scores(problem, inputs, part)
+    q, out = _queries(inputs.q, problem, part), _queries(out, problem, part)
+    k = _fold(_keys(inputs.k, problem, part), dtype)
+    v = _fold(_keys(inputs.v, problem, part), _product_dtype(problem))
+    lse = _rows(lse, problem, part)
+    sink = None
+    if inputs.sink is not None:
+        sink = inputs.sink[part.heads].to(dtype).view(1, *lse.shape[1:3], 1)
+        lse.copy_(sink)  # rows that see a key are overwritten below
+    lowest = torch.finfo(dtype).min  # finite: a row without keys must not become exp(-inf + inf)
+    buffer = k.new_empty(part.score_count)
+
+    for m_lo, m_hi, tiles in row_blocks(problem, part):
+        q_block = _fold(q[:, :, :, m_lo:m_hi], dtype).mul_(problem.softmax_scale * scores.q_unit)
+        m_i = q_block.new_full((*q_block.shape[:2], 1), lowest)
+        l_i = torch.zeros_like(m_i)
+        if sink is not None:
+            by_row = _fold(sink.expand(*lse.shape[:3], m_hi - m_lo)[..., None], dtype)
+            torch.maximum(m_i, by_row, out=m_i)
+            l_i.copy_(by_row != -math.inf)
+        m_new = torch.empty_like(m_i)
+        acc = q_block.new_zeros((*q_block.shape[:2], problem.head_dim_v))
+
+        for tile in tiles:
+            terms = scores.terms(tile)
+            k_tile = _zeroed(k[:, tile.n_lo : tile.n_hi], terms.unseen_keys)
+            v_tile = _zeroed(v[:, tile.n_lo : tile.n_hi], terms.unseen_keys)
+            s = scores.logits(q_block, k_tile, terms, out=_view(buffer, q_block, k_tile))
+            torch.maximum(m_i, s.amax(-1, keepdim=True), out=m_new)
+            p = scores.exp_(s, m_new)
+            rescale = scores.exp_(m_i, m_new)
+            l_i.mul_(rescale).add_(p.sum(-1, keepdim=True))
+            if terms.keep is not None:
+                scores.by_head(p).mul_(terms.keep)
+            _add_product(acc.mul_(rescale), p, v_tile)
+            m_i, m_new = m_new, m_i
+
+        empty = l_i == 0
+        acc.div_(l_i.masked_fill(empty, 1.0).div_(problem.keep_scale))
+        _unfold(acc, out[:, :, :, m_lo:m_hi])
+        _unfold(m_i.div_(scores.unit).add_(l_i.log()).masked_fill_(empty, -math.inf), lse[..., m_lo:m_hi, None])
+
+
+def backward(
+    problem: AttentionProblem,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    needs: Needs,
+) -> Grads:
+    """The gradients asked for, from those of out and lse; None stands for zeros."""
+    if dout is None:
+        dout = out.new_zeros(()).expand(out.shape)
+    accumulator = problem.lse_dtype
+    d_slopes = d_bias = d_sink = None
+    if needs.alibi_slopes:
+        d_slopes = torch.zeros_like(slopes_4d(inputs.alibi_slopes), dtype=accumulator)
+    if needs.bias:
+        d_bias = torch.zeros(inputs.bias.shape, dtype=accumulator, device=out.device)
+    if needs.sink:
+        d_sink = torch.zeros(inputs.sink.shape, dtype=accumulator, device=out.device)
+    dq, dk, dv = (
+        torch.zeros(t.shape, dtype=t.dtype, device=t.device) if needed else None
+        for t, needed in ((inputs.q, needs.q), (inputs.k, needs.k), (inputs.v, needs.v))
+    )
+    for part in parts(problem, inputs, buffers=2):
+        _backward_part(problem, inputs, part, out, lse, dout, dlse, Grads(dq, dk, dv, d_slopes, d_bias, d_sink))
+    if d_slopes is not None:
+        d_slopes = d_slopes.view(inputs.alibi_slopes.shape)
+    if d_bias is not None:
+        d_bias = d_bias.to(inputs.bias.dtype)
+    if d_sink is not None:
+        d_sink = d_sink.to(inputs.sink.dtype)
+    return Grads(dq, dk, dv, d_slopes, d_bias, d_sink)
+
+
+def _backward_part(
+    problem: AttentionProblem,
+    inputs: Inputs,
+    part: Part,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    grads: Grads,
+) -> None:
+    """Write the part's own rows of dq, dk and dv, and add to the other gradients."""
+    dtype, product_dtype = problem.lse_dtype, _product_dtype(problem)
+    scores = Scores(problem, inputs, part)
+    q, out, dout = (_queries(t, problem, part) for t in (inputs.q, out, dout))
+    k, v = (_fold(_keys(t, problem, part), dtype) for t in (inputs.k, inputs.v))
+    k_low = k.to(product_dtype)
+    lse = _rows(lse, problem, part)
+    # out is 0 in rows that see no key, where dout may be NaN; elsewhere a zero adds nothing to the sum.
+    delta = (out.to(dtype) * dout.to(dtype)).masked_fill_(out == 0, 0).sum(-1)
+    if dlse is not None:
+        delta.sub_(_rows(dlse, problem, part))
+    if grads.sink is not None:
+        sink = inputs.sink[part.heads].to(dtype).view(1, *lse.shape[1:3], 1)
+        weight = (sink - lse.masked_fill(lse == -math.inf, math.inf)).exp()
+        grads.sink[part.heads].sub_((weight * delta).masked_fill_(weight == 0, 0).sum((0, 3)).view(-1))
+
+    needs_ds = any(t is not None for t in (grads.q, grads.k, grads.alibi_slopes, grads.bias))
+    dk, dv = (None if t is None else torch.zeros_like(like) for t, like in ((grads.k, k), (grads.v, v)))
+    s_buffer, dp_buffer = k.new_empty(part.score_count), k.new_empty(part.score_count)
+    cap_buffer = k.new_empty(part.score_count) if problem.softcap else None
+
+    for m_lo, m_hi, tiles in row_blocks(problem, part):
+        q_block = _fold(q[:, :, :, m_lo:m_hi], dtype)
+        do_block = _fold(dout[:, :, :, m_lo:m_hi], dtype)
+        q_low, do_low = q_block.to(product_dtype), do_block.to(product_dtype)
+        q_block = q_block * (problem.softmax_scale * scores.q_unit)
+        do_block = do_block * problem.keep_scale
+        lse_block, delta_block = (_fold(t[..., m_lo:m_hi, None], dtype) for t in (lse, delta))
+        lse_block.masked_fill_(lse_block == -math.inf, 0).mul_(scores.unit)
+        dq = torch.zeros_like(q_block)
+
+        for tile in tiles:
+            terms = scores.terms(tile)
+            keys = slice(tile.n_lo, tile.n_hi)
+            k_tile, k_low_tile, v_tile = (_zeroed(t[:, keys], terms.unseen_keys) for t in (k, k_low, v))
+            q_tile, q_low_tile, do_tile, do_low_tile, delta_tile = (
+                _zeroed(t, terms.blind_rows) for t in (q_block, q_low, do_block, do_low, delta_block)
+            )
+            cap_slope = None if cap_buffer is None else _view(cap_buffer, q_tile, k_tile)
+            s = scores.logits(q_tile, k_tile, terms, _view(s_buffer, q_tile, k_tile), cap_slope)
+            p = scores.exp_(s, lse_block)
+            if dv is not None:
+                dropped = p if terms.keep is None else (scores.by_head(p) * terms.keep).view(p.shape)
+                _add_product(dv[:, keys], dropped.to(product_dtype).transpose(1, 2), do_low_tile)
+            if not needs_ds:
+                continue
+            dp = torch.bmm(do_tile, v_tile.transpose(1, 2), out=_view(dp_buffer, q_tile, k_tile))
+            if terms.keep is not None:
+                scores.by_head(dp).mul_(terms.keep)
+            ds = dp.sub_(delta_tile).mul_(p)
+            scores.back_(ds, terms, tile, grads.alibi_slopes, grads.bias)
+            if cap_slope is not None:
+                ds.mul_(cap_slope)
+            ds = ds.to(product_dtype)
+            if grads.q is not None:
+                _add_product(dq, ds, k_low_tile)
+            if dk is not None:
+                _add_product(dk[:, keys], ds.transpose(1, 2), q_low_tile)
+
+        if grads.q is not None:
+            _unfold(dq.mul_(problem.softmax_scale), _queries(grads.q, problem, part)[:, :, :, m_lo:m_hi])
+    if dk is not None:
+        _unfold(dk.mul_(problem.softmax_scale), _keys(grads.k, problem, part))
+    if dv is not None:
+        _unfold(dv.mul_(problem.keep_scale), _keys(grads.v, problem, part))
+
+
+def _product_dtype(problem: AttentionProblem) -> torch.dtype:
+    """The dtype in which p and ds enter their products. Scores are always in fp32."""
+    if problem.dtype is torch.bfloat16 and BF16:
+        return torch.bfloat16
+    return problem.lse_dtype
+
+
+def _add_product(acc: Tensor, a: Tensor, b: Tensor) -> None:
+    """acc += a @ b, the product in b's dtype."""
+    if b.dtype is acc.dtype:
+        torch.baddbmm(acc, a, b, out=acc)
+    else:
+        acc.add_(torch.bmm(a.to(b.dtype), b))
+
+
+def _zeroed(t: Tensor, where: Tensor | None) -> Tensor:
+    return t if where is None else t.masked_fill(where, 0)
+
+
+def _view(buffer: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """The start of a buffer as the tile (pairs, rows, n) of q by k."""
+    shape = q.shape[0], q.shape[1], k.shape[1]
+    return buffer[: math.prod(shape)].view(shape)
+
+
+def _queries(t: Tensor, problem: AttentionProblem, part: Part) -> Tensor:
+    """The part of a tensor like q, as a view (B, Hk, group, Sq, dim)."""
+    if problem.varlen:
+        t = t[None, part.start_q : part.start_q + part.seqlen_q, part.heads]
+    else:
+        t = t[part.batch, : part.seqlen_q, part.heads]
+    return t.transpose(1, 2).unflatten(1, (-1, problem.group_size))
+
+
+def _keys(t: Tensor, problem: AttentionProblem, part: Part) -> Tensor:
+    """The part of a tensor like k, as a view (B, Hk, 1, Sk, dim)."""
+    if problem.varlen:
+        t = t[None, part.start_k : part.start_k + part.seqlen_k, part.heads_kv]
+    else:
+        t = t[part.batch, : part.seqlen_k, part.heads_kv]
+    return t.transpose(1, 2).unsqueeze(2)
+
+
+def _rows(t: Tensor, problem: AttentionProblem, part: Part) -> Tensor:
+    """The part of a tensor like lse, as a view (B, Hk, group, Sq)."""
+    if problem.varlen:
+        t = t[None, part.heads, part.start_q : part.start_q + part.seqlen_q]
+    else:
+        t = t[part.batch, part.heads, : part.seqlen_q]
+    return t.unflatten(1, (-1, problem.group_size))
+
+
+def _fold(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """A view (B, Hk, group, m, dim) as a contiguous copy (pairs, group * m, dim)."""
+    batch, heads, group, m, dim = t.shape
+    return torch.empty(t.shape, dtype=dtype, device=t.device).copy_(t).view(batch * heads, group * m, dim)
+
+
+def _unfold(t: Tensor, to: Tensor) -> None:
+    """Write (pairs, group * m, dim) to a view (B, Hk, group, m, dim)."""
+    to.copy_(t.view(to.shape))

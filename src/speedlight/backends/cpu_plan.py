@@ -1,0 +1,144 @@
+"""How the cpu backend cuts a call: into parts that share nothing, and each part into tiles that stay in cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..problem import AttentionProblem
+from .contract import Inputs
+from .ranges import UNLIMITED, full_key_range, key_range, seeing_rows
+
+# A tile of scores is written once and read several times, so a thread's share of it must stay in the core's L2 cache:
+# three times the speed of larger tiles (Xeon with 2 MiB of L2 a core, torch 2.13, 2026-11-30).
+SCORE_BYTES_PER_THREAD = 512 * 1024
+SCORE_BYTES_ON_GPU = 64 * 1024 * 1024
+BLOCK_ROWS = 256  # rows of one matrix product: block_m for each query head that shares a K/V head
+BLOCK_N = 512
+ALIGN_N = 64
+
+
+class Part(NamedTuple):
+    """Some heads of some sequences, all of one length: a dense problem that shares nothing with the other parts."""
+
+    batch: slice
+    heads: slice
+    heads_kv: slice
+    seqlen_q: int
+    seqlen_k: int
+    start_q: int  # the sequence's first token in varlen, otherwise 0
+    start_k: int
+    block_m: int
+    block_n: int
+    score_count: int  # of the largest tile
+
+    @property
+    def pairs(self) -> int:
+        """(batch entry, K/V head) pairs, the batch of every matrix product."""
+        return (self.batch.stop - self.batch.start) * (self.heads_kv.stop - self.heads_kv.start)
+
+
+class Tile(NamedTuple):
+    """Rows [m_lo, m_hi) by keys [n_lo, n_hi); ``full`` where the window hides nothing of it."""
+
+    m_lo: int
+    m_hi: int
+    n_lo: int
+    n_hi: int
+    full: bool
+
+
+def parts(problem: AttentionProblem, inputs: Inputs, buffers: int) -> Iterator[Part]:
+    """The parts of a call whose tiles need ``buffers`` score buffers."""
+    p = problem
+    if p.batch == 0 or p.num_heads == 0:
+        return
+    if not p.varlen and not p.seqused_q and not p.seqused_k:
+        yield from _split(p, range(p.batch), p.seqlen_q, p.seqlen_k, 0, 0, buffers)
+        return
+    if p.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "the cpu backend reads sequence lengths on the host and cannot be captured in a CUDA graph; "
+            "use a GPU backend, or pass neither cu_seqlens nor seqused"
+        )
+    starts_q, lengths_q = _lengths(p.batch, p.seqlen_q, inputs.cu_seqlens_q, inputs.seqused_q)
+    starts_k, lengths_k = _lengths(p.batch, p.seqlen_k, inputs.cu_seqlens_k, inputs.seqused_k)
+    for b in range(p.batch):
+        yield from _split(p, range(b, b + 1), lengths_q[b], lengths_k[b], starts_q[b], starts_k[b], buffers)
+
+
+def _lengths(batch: int, total: int, cu_seqlens: Tensor | None, seqused: Tensor | None) -> tuple[list[int], list[int]]:
+    """First tokens and lengths of the sequences. On a GPU this synchronises."""
+    starts, lengths = [0] * batch, [total] * batch
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.clamp(0, total).tolist()
+        starts, lengths = bounds[:-1], [max(hi - lo, 0) for lo, hi in zip(bounds, bounds[1:], strict=False)]
+    if seqused is not None:
+        lengths = [min(max(used, 0), n) for used, n in zip(seqused.tolist(), lengths, strict=True)]
+    return starts, lengths
+
+
+def _split(
+    p: AttentionProblem, batch: range, seqlen_q: int, seqlen_k: int, start_q: int, start_k: int, buffers: int
+) -> Iterator[Part]:
+    """Cut sequences of one length into parts whose score tiles fit the cache."""
+    if seqlen_q == 0:
+        return
+    if p.device.type == "cpu":
+        score_bytes = SCORE_BYTES_PER_THREAD * torch.get_num_threads()
+    else:
+        score_bytes = SCORE_BYTES_ON_GPU
+    budget = score_bytes // (p.lse_dtype.itemsize * buffers)
+    block_m = min(max(BLOCK_ROWS // p.group_size, 1), seqlen_q)
+    rows = block_m * p.group_size
+    block_n = max(min(BLOCK_N, seqlen_k), 1)
+    pairs = max(budget // (rows * block_n), 1)  # that fit at once
+    if pairs >= len(batch) * p.num_heads_kv:  # all of them: spend the rest on longer tiles
+        block_n = max(block_n, budget // (rows * len(batch) * p.num_heads_kv) // ALIGN_N * ALIGN_N)
+    heads_step = _even_step(p.num_heads_kv, pairs)
+    batch_step = _even_step(len(batch), max(pairs // p.num_heads_kv, 1))
+    for b in range(batch.start, batch.stop, batch_step):
+        for h in range(0, p.num_heads_kv, heads_step):
+            heads_kv = slice(h, min(h + heads_step, p.num_heads_kv))
+            heads = slice(heads_kv.start * p.group_size, heads_kv.stop * p.group_size)
+            entries = slice(b, min(b + batch_step, batch.stop))
+            count = (entries.stop - b) * (heads_kv.stop - h) * rows * min(block_n, seqlen_k)
+            yield Part(entries, heads, heads_kv, seqlen_q, seqlen_k, start_q, start_k, block_m, block_n, count)
+
+
+def _even_step(total: int, limit: int) -> int:
+    """The step that cuts ``total`` into the fewest steps of at most ``limit``, all but equal."""
+    steps = -(-total // limit)
+    return -(-total // steps)
+
+
+def row_blocks(problem: AttentionProblem, part: Part) -> Iterator[tuple[int, int, list[Tile]]]:
+    """(m_lo, m_hi, tiles) for the blocks of rows that see any key. Other rows are never touched: whatever they hold,
+    NaN included, stays out of every product."""
+    left = UNLIMITED if problem.window_left is None else problem.window_left
+    right = UNLIMITED if problem.window_right is None else problem.window_right
+    window = part.seqlen_q, part.seqlen_k, left, right
+    first, last = seeing_rows(*window)
+    for m_lo in range(first, last, part.block_m):
+        m_hi = min(m_lo + part.block_m, last)
+        lo, hi = key_range(m_lo, m_hi, *window)
+        full_lo, full_hi = full_key_range(m_lo, m_hi, *window)
+        # Cut where the window starts to matter, at aligned keys.
+        full_lo = lo if full_lo == lo else -(-full_lo // ALIGN_N) * ALIGN_N
+        full_hi = hi if full_hi == hi else full_hi // ALIGN_N * ALIGN_N
+        if full_lo >= full_hi:
+            spans = [(lo, hi, False)]
+        else:
+            spans = [(lo, full_lo, False), (full_lo, full_hi, True), (full_hi, hi, False)]
+        tiles = []
+        for n_start, n_stop, full in spans:
+            if n_start < n_stop:
+                step = _even_step(n_stop - n_start, part.block_n)
+                step = -(-step // ALIGN_N) * ALIGN_N
+                tiles += [
+                    Tile(m_lo, m_hi, n_lo, min(n_lo + step, n_stop), full) for n_lo in range(n_start, n_stop, step)
+                ]
+        yield m_lo, m_hi, tiles

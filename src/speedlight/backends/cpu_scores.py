@@ -1,0 +1,215 @@
+"""From q.k to logits, tile by tile, and back: softcap, ALiBi, bias, mask, window and dropout for the cpu backend."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..dropout import dropout_key, keep_tile
+from ..problem import AttentionProblem
+from .contract import Inputs
+from .cpu_plan import Part, Tile
+
+LOG2E = math.log2(math.e)
+
+
+class Terms(NamedTuple):
+    """What a tile adds to its scores and hides of them: (B, H, m, n) or broadcast, None where there is none."""
+
+    distance: Tensor | None = None
+    bias: Tensor | None = None
+    hidden: Tensor | None = None
+    keep: Tensor | None = None
+    # Where a mask or bias decides, rows that see no key of the tile and keys that no row of it sees. What they hold may
+    # be NaN, and 0 * NaN is NaN, so they are zeroed before any product. A window needs no such care: tiles start and
+    # end at its edges.
+    blind_rows: Tensor | None = None  # (pairs, rows, 1)
+    unseen_keys: Tensor | None = None  # (pairs, n, 1)
+
+
+class Scores:
+    """The modifiers of one part.
+
+    Logits are in units of log 2, for exp2: torch.exp on a CPU takes up to 200 times as long where its result underflows,
+    as it does for hidden and far keys. With a bias or a sink the unit is natural, because finfo.min * log2(e) would be
+    -inf, and because a row without keys has exactly the sink as its lse.
+    """
+
+    def __init__(self, problem: AttentionProblem, inputs: Inputs, part: Part):
+        p = self.problem = problem
+        self.part = part
+        has_bias, has_mask = p.bias is not None or p.bias_fn is not None, p.mask is not None or p.mask_fn is not None
+        self.unit = 1.0 if has_bias or p.sink else LOG2E
+        self.q_unit = 1.0 / p.softcap if p.softcap else self.unit  # the factor of q.k, besides the softmax scale
+        self.window_only = not (has_bias or has_mask or p.alibi_batched is not None or p.dropout_threshold)
+        self.hides_by_value = has_bias or has_mask
+
+        device = p.device
+        self.b = torch.arange(part.batch.start, part.batch.stop, device=device).view(-1, 1, 1, 1)
+        self.h = torch.arange(part.heads.start, part.heads.stop, device=device).view(1, -1, 1, 1)
+        self.slopes = None
+        if inputs.alibi_slopes is not None:
+            self.slopes = self.of_part(slopes_4d(inputs.alibi_slopes)).to(p.lse_dtype)
+        self.bias = self._checked("bias", inputs.bias)
+        self.mask = self._checked("mask", inputs.mask)
+        self.bias_aux = self._aux(p.bias_axes, inputs.bias_aux)
+        self.mask_aux = self._aux(p.mask_axes, inputs.mask_aux)
+        self.dropout_key = None
+        if inputs.dropout_seed is not None:
+            self.dropout_key = dropout_key(inputs.dropout_seed.reshape(()), self.b, self.h)
+        self._window_cache: tuple[Any, Tensor] | None = None
+
+    def of_part(self, t: Tensor) -> Tensor:
+        """This part's batch entries and heads of a tensor that broadcasts to (B, H, ., .)."""
+        everything = slice(None)
+        return t[
+            self.part.batch if t.shape[0] > 1 else everything, self.part.heads if t.shape[1] > 1 else everything
+        ]
+
+    def _checked(self, name: str, t: Tensor | None) -> Tensor | None:
+        if t is None:
+            return None
+        for axis, length in ((2, self.part.seqlen_q), (3, self.part.seqlen_k)):
+            if t.shape[axis] != 1 and t.shape[axis] < length:
+                raise ValueError(f"{name} must reach the longest sequence: size {t.shape[axis]} for {length} tokens")
+        return self.of_part(t)
+
+    def _aux(self, axes: tuple[Any, ...], aux: tuple[Tensor, ...]) -> list[tuple[Any, Tensor]]:
+        part = self.part
+        span = {
+            "head": part.heads,
+            "q": slice(part.start_q, part.start_q + part.seqlen_q),
+            "kv": slice(part.start_k, part.start_k + part.seqlen_k),
+        }
+        return [(axis, t[span[axis]]) for axis, t in zip(axes, aux, strict=True)]
+
+    def terms(self, tile: Tile) -> Terms:
+        """The tile's modifiers, each at its own broadcast shape."""
+        p = self.problem
+        window = None if tile.full else self._outside_window(tile)
+        if self.window_only:
+            return Terms(hidden=window)
+
+        i = torch.arange(tile.m_lo, tile.m_hi, device=p.device).view(1, 1, -1, 1)
+        j = torch.arange(tile.n_lo, tile.n_hi, device=p.device).view(1, 1, 1, -1)
+        distance = bias = keep = None
+        if self.slopes is not None:
+            distance = (i + (self.part.seqlen_k - self.part.seqlen_q) - j).abs().to(p.lse_dtype)
+        if self.bias is not None:
+            bias = of_tile(self.bias, tile)
+        elif p.bias_fn is not None:
+            bias = self._call(p.bias_fn, self.bias_aux, i, j, tile)
+        if self.dropout_key is not None:
+            rows, keys = (tile.m_lo, tile.m_hi), (tile.n_lo, tile.n_hi)
+            keep = keep_tile(*self.dropout_key, rows, keys, p.dropout_threshold)
+        if not self.hides_by_value:
+            return Terms(distance, bias, window, keep)
+
+        reasons = [] if window is None else [window]
+        if bias is not None:
+            reasons.append(bias == -math.inf)
+        if self.mask is not None:
+            reasons.append(~of_tile(self.mask, tile))
+        elif p.mask_fn is not None:
+            reasons.append(~self._call(p.mask_fn, self.mask_aux, i, j, tile).bool())
+        hidden = reasons[0]
+        for reason in reasons[1:]:
+            hidden = hidden | reason
+        return Terms(distance, bias, hidden, keep, *self._blind_and_unseen(hidden, tile))
+
+    def _outside_window(self, tile: Tile) -> Tensor:
+        """(m, n) True outside the window. Tiles on the diagonal are alike, so the last one is kept."""
+        p = self.problem
+        shift = tile.m_lo + self.part.seqlen_k - self.part.seqlen_q - tile.n_lo
+        key = tile.m_hi - tile.m_lo, tile.n_hi - tile.n_lo, shift
+        if self._window_cache is None or self._window_cache[0] != key:
+            position = torch.arange(key[0], device=p.device)[:, None] + shift
+            step = torch.arange(key[1], device=p.device) - position  # from the query's position to the key
+            hidden = torch.zeros_like(step, dtype=torch.bool)
+            if p.window_right is not None:
+                hidden |= step > p.window_right
+            if p.window_left is not None:
+                hidden |= step < -p.window_left
+            self._window_cache = key, hidden
+        return self._window_cache[1]
+
+    def _call(self, fn: Any, aux: list[tuple[Any, Tensor]], i: Tensor, j: Tensor, tile: Tile) -> Tensor:
+        """A modifier function on index tensors, its aux values along the axes they belong to."""
+        values = []
+        for axis, t in aux:
+            if axis == "head":
+                values.append(t.view(1, -1, 1, 1))
+            elif axis == "q":
+                values.append(t[tile.m_lo : tile.m_hi].view(1, 1, -1, 1))
+            else:
+                values.append(t[tile.n_lo : tile.n_hi].view(1, 1, 1, -1))
+        result = fn(self.b, self.h, i, j, self.part.seqlen_q, self.part.seqlen_k, *values)
+        result = torch.as_tensor(result, device=i.device)
+        return result[(None,) * (4 - result.dim())]
+
+    def _blind_and_unseen(self, hidden: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+        part, group = self.part, self.problem.group_size
+        batch, heads = self.b.shape[0], self.h.shape[1]
+        m, n = tile.m_hi - tile.m_lo, tile.n_hi - tile.n_lo
+        hidden = hidden[(None,) * (4 - hidden.dim())]
+        blind = hidden.all(3).expand(batch, heads, m).reshape(part.pairs, group * m, 1)
+        unseen = hidden.all(2).expand(batch, heads, n).reshape(part.pairs, group, n).all(1)
+        return blind, unseen[:, :, None]
+
+    def logits(self, q: Tensor, k: Tensor, terms: Terms, out: Tensor, cap_slope: Tensor | None = None) -> Tensor:
+        """q (pairs, rows, D), which carries softmax_scale * q_unit, times k (pairs, n, D), modified; hidden ones -inf.
+
+        ``cap_slope`` receives the derivative of the softcap.
+        """
+        s = torch.bmm(q, k.transpose(1, 2), out=out)
+        by_head = self.by_head(s)
+        if self.problem.softcap:
+            s.tanh_()
+            if cap_slope is not None:
+                torch.mul(s, s, out=cap_slope).neg_().add_(1.0)
+            s.mul_(self.problem.softcap * self.unit)
+        if terms.distance is not None:
+            by_head.addcmul_(self.slopes, terms.distance, value=-self.unit)
+        if terms.bias is not None:
+            by_head.add_(terms.bias)
+        if terms.hidden is not None:
+            by_head.masked_fill_(terms.hidden, -math.inf)
+        return s
+
+    def by_head(self, tile: Tensor) -> Tensor:
+        """(pairs, group * m, n) as (B, H, m, n)."""
+        batch, heads = self.b.shape[0], self.h.shape[1]
+        return tile.view(batch, heads, tile.shape[0] * tile.shape[1] // (batch * heads), tile.shape[2])
+
+    def exp_(self, s: Tensor, m: Tensor) -> Tensor:
+        """exp(s - m) in place, both in this part's unit."""
+        s.sub_(m)
+        if self.unit != LOG2E:
+            s.mul_(LOG2E)
+        return s.exp2_()
+
+    def back_(self, ds: Tensor, terms: Terms, tile: Tile, d_slopes: Tensor | None, d_bias: Tensor | None) -> None:
+        """Add ds = dL/dlogit (natural units) of a tile to the gradients of slopes (B or 1, H, 1, 1) and bias."""
+        by_head = self.by_head(ds)
+        if d_slopes is not None:
+            d_slopes = self.of_part(d_slopes)
+            d_slopes.sub_((by_head * terms.distance).sum_to_size(d_slopes.shape))
+        if d_bias is not None:
+            d_bias = of_tile(self.of_part(d_bias), tile)
+            d_bias.add_(by_head.sum_to_size(d_bias.shape))
+
+
+def of_tile(t: Tensor, tile: Tile) -> Tensor:
+    """The tile of a tensor that broadcasts to (., ., Sq, Sk)."""
+    everything = slice(None)
+    rows = slice(tile.m_lo, tile.m_hi) if t.shape[2] > 1 else everything
+    keys = slice(tile.n_lo, tile.n_hi) if t.shape[3] > 1 else everything
+    return t[:, :, rows, keys]
+
+
+def slopes_4d(slopes: Tensor) -> Tensor:
+    """(H,) or (B, H) as (1 or B, H, 1, 1)."""
+    return slopes.view(-1, slopes.shape[-1], 1, 1)
