@@ -349,6 +349,35 @@ def test_turns_rotate():
     assert timing.ratio(samples["a", "fwd"].round_medians, samples["b", "fwd"].round_medians) == 0.5
 
 
+def test_gpu_clock_by_its_steps(monkeypatch):
+    """The device calls of a timed turn in order, with events and kernels replaced by notes: no GPU needed."""
+    notes = []
+
+    class Event:
+        def __init__(self, enable_timing=False):
+            assert enable_timing
+
+        def record(self):
+            notes.append("event")
+
+        def elapsed_time(self, end):
+            assert notes[-1] == "synchronize"
+            return 7.0
+
+    class Buffer:
+        def zero_(self):
+            notes.append("flush")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: notes.append(f"spin {cycles}"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: notes.append("synchronize"))
+    clock = object.__new__(timing.CudaClock)
+    clock._flush = Buffer()
+    times = clock.turn(lambda: notes.append("call"), lambda: notes.append("prepare"), 2, 1e-3)
+    assert notes == 2 * ["prepare", "flush", "spin 2000000", "event", "call", "event"] + ["synchronize"]
+    assert [ms for ms, _ in times] == [7.0, 7.0] and all(0 <= us < 1e5 for _, us in times)
+
+
 def test_deadline_leaves_two_rounds_and_a_fault_drops_out():
     def bad():
         raise MemoryError("full")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 try:
     import typer
@@ -14,7 +14,7 @@ except ImportError:
     raise SystemExit(1) from None
 
 # Newer Typer carries its own copy of Click, so the class is reached through the one name that both have.
-UsageError = typer.BadParameter.__mro__[1]
+UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
 
 app = typer.Typer(
     add_completion=False,
@@ -45,21 +45,24 @@ def root(
 @app.command()
 def demo(
     fasta: Annotated[
-        Path | None, typer.Argument(help="A genome in FASTA, plain or compressed.", show_default="embedded phage lambda")
+        Path | None,
+        typer.Argument(help="A genome in FASTA, plain or compressed.", show_default="embedded phage lambda"),
     ] = None,
     seconds: Annotated[float, typer.Option(min=1, max=3600, help="Training time of both runs together.")] = 60,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     budget_mib: Annotated[
         float | None,
-        typer.Option(min=1, help="Memory one attention layer may take, in MiB.", show_default="1024 on CPU, 4096 on CUDA"),
+        typer.Option(min=1, help="Memory of one attention layer in MiB.", show_default="1024 on CPU, 4096 on CUDA"),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for report.html and results.json.")] = Path("speedlight-demo"),
     seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and batches.")] = 0,
 ) -> None:
     """Train a small transformer on a genome, once with Speedlight and once with standard attention, and compare.
 
-    Shows both loss curves, the error against fp64, time and peak memory over the sequence length, and which backend ran
-    and why: as a table here, and as charts in a self-contained report. Needs no network.
+    Shows both loss curves, the error against fp64, time and peak memory over the sequence length,
+    and which backend ran and why.
+
+    Prints a table and writes a self-contained report with charts. Needs no network.
     """
     try:
         from speedlight.demo import DemoError, Settings, run

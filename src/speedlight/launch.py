@@ -38,8 +38,9 @@ class Launch:
 
     def bound(self) -> list[Any]:
         """All arguments in the kernel's parameter order."""
-        names = self.kernel.arg_names
-        return [*self.tensors, *(self.args[name] for name in names[len(self.tensors) :])]
+        names = self.kernel.arg_names[len(self.tensors) :]
+        assert len(names) == len(self.args), set(names) ^ set(self.args)
+        return [*self.tensors, *(self.args[name] for name in names)]
 
     def meta(self) -> dict[str, Any]:
         # Fusing a*b+c is what the kernels are written for; Triton 3.10 turns it off unless asked.

@@ -39,6 +39,7 @@ def supports(problem: AttentionProblem, target: Any) -> None:
     """None: every valid problem is served."""
 
 
+@torch.no_grad()
 def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out (as q, with v's head dimension) and lse (B, H, Sq), varlen (H, T)."""
     q = inputs.q
@@ -94,6 +95,7 @@ def _forward_part(problem: AttentionProblem, inputs: Inputs, part: Part, out: Te
         _unfold(m_i.div_(scores.unit).add_(l_i.log()).masked_fill_(empty, -math.inf), lse[..., m_lo:m_hi, None])
 
 
+@torch.no_grad()
 def backward(
     problem: AttentionProblem,
     inputs: Inputs,
@@ -121,7 +123,7 @@ def backward(
     for part in parts(problem, inputs, buffers=2):
         _backward_part(problem, inputs, part, out, lse, dout, dlse, Grads(dq, dk, dv, d_slopes, d_bias, d_sink))
     if d_slopes is not None:
-        d_slopes = d_slopes.view(inputs.alibi_slopes.shape)
+        d_slopes = d_slopes.view(inputs.alibi_slopes.shape).to(inputs.alibi_slopes.dtype)
     if d_bias is not None:
         d_bias = d_bias.to(inputs.bias.dtype)
     if d_sink is not None:

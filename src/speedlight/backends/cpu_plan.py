@@ -137,7 +137,7 @@ def row_blocks(problem: AttentionProblem, part: Part) -> Iterator[tuple[int, int
         for n_start, n_stop, full in spans:
             if n_start < n_stop:
                 step = _even_step(n_stop - n_start, part.block_n)
-                step = -(-step // ALIGN_N) * ALIGN_N
+                step = min(-(-step // ALIGN_N) * ALIGN_N, part.block_n)
                 tiles += [
                     Tile(m_lo, m_hi, n_lo, min(n_lo + step, n_stop), full) for n_lo in range(n_start, n_stop, step)
                 ]

@@ -153,7 +153,8 @@ def _line(row: Row) -> str:
     if row.get("median_ms") is not None:
         parts.append(f"{row['median_ms']:10.4f} ms")
     if row.get("tflops") is not None:
-        parts.append(f"{row['tflops']:7.1f} TFLOP/s")
+        on_cpu = row["device"] == "cpu"
+        parts.append(f"{row['tflops'] * (1e3 if on_cpu else 1):7.1f} {'GFLOP/s' if on_cpu else 'TFLOP/s'}")
     if row.get("ratio") is not None:
         parts.append(f"x{row['ratio']:.3f}")
     if row.get("host_us") is not None:

@@ -34,6 +34,8 @@ def draw(rows: Sequence[Row], path: Path, pattern: str = "grid/*/causal/*") -> N
     passes = [p for p in PASSES if any(r["pass"] == p for r in found)]
     names = list(dict.fromkeys(r["impl"] for r in found))
     ours = {r["impl"] for r in found if r["ours"]}
+    on_cpu = all(r["device"] == "cpu" for r in found)
+    unit, scale = ("GFLOP/s", 1e3) if on_cpu else ("TFLOP/s", 1.0)
 
     style: dict[Any, Any] = {
         "svg.fonttype": "none", "svg.hashsalt": "speedlight", "font.family": "sans-serif", "font.size": 10,
@@ -49,7 +51,7 @@ def draw(rows: Sequence[Row], path: Path, pattern: str = "grid/*/causal/*") -> N
                 ticks: set[int] = set()
                 for order, implementation in enumerate(names):
                     points = sorted(
-                        (r["seqlen"], r["tflops"])
+                        (r["seqlen"], r["tflops"] * scale)
                         for r in found
                         if (r["impl"], r["pass"], _kind(r), r["dtype"]) == (implementation, name, kind, dtype)
                     )
@@ -69,7 +71,7 @@ def draw(rows: Sequence[Row], path: Path, pattern: str = "grid/*/causal/*") -> N
                 axis.set_ylim(bottom=0)
                 axis.grid(axis="y", color=INK, alpha=0.25, linewidth=0.6)
                 if column == 0:
-                    axis.set_ylabel("TFLOP/s")
+                    axis.set_ylabel(unit)
                 if line == len(passes) - 1:
                     axis.set_xlabel("sequence length")
         by_label: dict[Any, Any] = {}
@@ -78,7 +80,7 @@ def draw(rows: Sequence[Row], path: Path, pattern: str = "grid/*/causal/*") -> N
         per_line = 4 if len(kinds) > 1 else 2
         figure.legend(list(by_label.values()), list(by_label), loc="upper center", ncols=per_line, frameon=False)
         env = found[-1]["env"]
-        where = env.get("gpu") if found[-1]["device"] == "cuda" else env.get("cpu")
+        where = env.get("cpu" if on_cpu else "gpu")
         figure.text(0.99, 0.005, f"{where}, torch {env['torch']}, {env['date'][:10]}, medians", ha="right", fontsize=8)
         legend_inches = 0.1 + 0.22 * -(-len(by_label) // per_line)
         figure.tight_layout(rect=(0, 0.02, 1, 1 - legend_inches / figure.get_figheight()))

@@ -113,7 +113,7 @@ def _measure(case: Case, admitted: Sequence[Admitted], judge: Gate, options: Opt
             peaks = _cuda_peaks(attn, inputs, options.passes) if case.device == "cuda" else {}
             if case.mode == "memory":
                 for name, peak in peaks.items():
-                    yield {**row, "pass": name, "peak_mib": round(peak, 2)}
+                    yield {**row, "pass": name, "peak_mib": round(peak, 2), "baseline": options.baseline}
                 continue
             contender = Contender(
                 implementation.name, _calls(attn, case, inputs, options.passes), implementation.prepare
@@ -220,11 +220,11 @@ def _process_memory(case: Case, admitted: Sequence[Admitted], options: Options) 
                 continue
             if done.returncode:
                 last = (done.stderr.strip().splitlines() or ["killed, probably out of memory"])[-1]
-                reason = f"process ended with {done.returncode}: {last[:300]}"
+                reason = f"process ended with {done.returncode}: {first_line(RuntimeError(last))}"
                 yield {**row, "pass": name, "status": "failed", "reason": reason}
                 continue
             peak = json.loads(done.stdout.splitlines()[-1])["peak_mib"]
-            yield {**row, "pass": name, "peak_mib": round(peak, 2)}
+            yield {**row, "pass": name, "peak_mib": round(peak, 2), "baseline": options.baseline}
 
 
 def warm_up(case: Case, implementation: Implementation) -> None:

@@ -74,6 +74,8 @@ def _value(row: Row) -> tuple[float, str]:
         return row["peak_mib"], "MiB"
     if row["mode"] == "host":
         return row["median_ms"] * 1e3, "us"
+    if row["device"] == "cpu":
+        return row["tflops"] * 1e3, "GFLOP/s"
     return row["tflops"], "TFLOP/s"
 
 
@@ -143,8 +145,8 @@ def _rich() -> tuple[Any, Any]:
 def print_tables(rows: Sequence[Row], baseline: str | None = None) -> None:
     console, rich_table = _rich()
     for table in tables(rows, baseline):
-        title = f"{table.title}: {table.unit}, ratio to {baseline or 'the baseline'}"
-        shown = rich_table(title=title, title_justify="left")
+        console.print(f"\n{table.title}: {table.unit}, and ratio to {baseline or 'the baseline'} (above 1 is better)")
+        shown = rich_table()
         shown.add_column("case")
         for name in table.implementations:
             shown.add_column(name, justify="right", no_wrap=True)
@@ -170,7 +172,8 @@ def _cell_text(entry: Entry | None) -> str:
 def print_comparison(a: Sequence[Row], b: Sequence[Row], noise: float = NOISE) -> None:
     console, rich_table = _rich()
     changes = comparison(a, b, noise)
-    shown = rich_table(title="A against B: above 1, B is better", title_justify="left")
+    console.print("A against B: above 1, B is better")
+    shown = rich_table()
     for name in ("case", "dtype", "device", "pass", "implementation"):
         shown.add_column(name)
     for name in ("A", "B", "A / B", ""):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from importlib import metadata
@@ -61,6 +60,18 @@ class Results:
     report: Path = field(default=Path())
 
 
+@dataclass(frozen=True)
+class Job:
+    """What the three stages of a demo share."""
+
+    settings: Settings
+    genome: Genome
+    device: torch.device
+    dtype: torch.dtype
+    budget_mib: float
+    progress: Progress
+
+
 def run(settings: Settings, console: Console) -> Results:
     """Run the demo with progress on `console`, write the report, and return what was measured. Raises DemoError."""
     started, clock = datetime.now().astimezone(), time.monotonic()
@@ -74,9 +85,10 @@ def run(settings: Settings, console: Console) -> Results:
     console.print(f"[bold]Machine[/]  {machine['device']}, torch {machine['torch']}", highlight=False)
 
     with _progress(console) as progress:
-        training, models = _train(settings, genome, device, dtype, progress)
-        errors, choice = _errors(settings, genome, training, models["speedlight"], device, dtype, progress)
-        points = _scale(settings, genome, training.config, device, dtype, budget_mib, progress)
+        job = Job(settings, genome, device, dtype, budget_mib, progress)
+        training, models = _train(job)
+        errors, choice = _errors(job, training, models["speedlight"])
+        points = _scale(job, training.config)
 
     from . import report  # matplotlib takes a second to import
 
@@ -109,7 +121,8 @@ def choose_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise DemoError(f"unknown device {name!r}: the demo runs on auto, cpu, cuda or cuda:N.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise DemoError(f"device {name!r} is not there: torch {torch.__version__} sees {torch.cuda.device_count()} GPUs.")
+        seen = f"torch {torch.__version__} sees {torch.cuda.device_count()} GPUs"
+        raise DemoError(f"device {name!r} is not there: {seen}.")
     return device
 
 
@@ -187,25 +200,26 @@ def _progress(console: Console) -> Progress:
     )
 
 
-def _train(
-    settings: Settings, genome: Genome, device: torch.device, dtype: torch.dtype, progress: Progress
-) -> tuple[Training, dict[str, NucleotideModel]]:
+def _train(job: Job) -> tuple[Training, dict[str, NucleotideModel]]:
     """Both trainings. A device whose memory standard attention overflows gets half the context until it fits."""
-    config = settings.model or (CUDA_MODEL if device.type == "cuda" else CPU_MODEL)
-    tasks = {name: progress.add_task(f"Train, {label}", total=None, note="calibrating") for name, label in NAMES.items()}
+    config = job.settings.model or (CUDA_MODEL if job.device.type == "cuda" else CPU_MODEL)
+    add, update = job.progress.add_task, job.progress.update
+    tasks = {name: add(f"Train, {label}", total=None, note="calibrating") for name, label in NAMES.items()}
 
     def on_start(steps: int) -> None:
         for task in tasks.values():
-            progress.update(task, total=steps, note="")
+            update(task, total=steps, note="")
 
     def on_step(runs: dict[str, Run]) -> None:
         for name, task in tasks.items():
-            note = f"{runs[name].losses[-1]:.4f} bits/nt"
-            progress.update(task, completed=len(runs[name].losses), note=note)
+            update(task, completed=len(runs[name].losses), note=f"{runs[name].losses[-1]:.4f} bits/nt")
 
+    settings = job.settings
     while True:
         try:
-            trained = train_both(genome.tokens, config, settings.seconds, device, dtype, settings.seed, on_start, on_step)
+            trained = train_both(
+                job.genome.tokens, config, settings.seconds, job.device, job.dtype, settings.seed, on_start, on_step
+            )
         except torch.OutOfMemoryError:
             if config.context <= SHORTEST_CONTEXT:
                 raise
@@ -214,61 +228,43 @@ def _train(
             break
         torch.cuda.empty_cache()
     for task in tasks.values():
-        progress.update(task, total=trained[0].steps)
+        update(task, total=trained[0].steps)
     return trained
 
 
-def _errors(
-    settings: Settings,
-    genome: Genome,
-    training: Training,
-    model: NucleotideModel,
-    device: torch.device,
-    dtype: torch.dtype,
-    progress: Progress,
-) -> tuple[list[ErrorRow], Choice]:
+def _errors(job: Job, training: Training, model: NucleotideModel) -> tuple[list[ErrorRow], Choice]:
     """Error panel and choice of backend, both on the trained model's own q, k, v."""
-    window = Windows(genome.tokens, training.config, device, settings.seed).validation()[0]
-    tensors = measure.capture(model, window[:, : measure.ERROR_WINDOW + 1], device, dtype)
+    window = Windows(job.genome.tokens, training.config, job.device, job.settings.seed).validation()[0]
+    q, k, v, dout = measure.capture(model, window[:, : measure.ERROR_WINDOW + 1], job.device, job.dtype)
     dtypes = [torch.float32, torch.bfloat16]
     rows = []
-    task = progress.add_task("Error against fp64", total=len(dtypes) * len(measure.GRADIENTS), note="")
-    for row in measure.compare_with_fp64(*tensors, dtypes):
+    task = job.progress.add_task("Error against fp64", total=len(dtypes) * len(measure.RESULTS), note="")
+    for row in measure.compare_with_fp64(q, k, v, dout, dtypes):
         rows.append(row)
-        progress.update(task, advance=1, note=f"{row.dtype} {row.tensor}")
-    progress.update(task, note="")
-    q, k, v, _ = (t.to(dtype) for t in tensors)
-    return rows, measure.explain(q, k, v)
+        job.progress.update(task, advance=1, note=f"{row.dtype} {row.tensor}")
+    job.progress.update(task, note="")
+    return rows, measure.explain(*(t.to(job.dtype) for t in (q, k, v)))
 
 
-def _scale(
-    settings: Settings,
-    genome: Genome,
-    config: ModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    budget_mib: float,
-    progress: Progress,
-) -> list[Point]:
+def _scale(job: Job, config: ModelConfig) -> list[Point]:
     """Time and memory over the sequence length, up to the whole genome, for at most twice the training time."""
-    lengths = measure.sequence_lengths(min(genome.length, settings.longest or genome.length))
+    longest = min(job.genome.length, job.settings.longest or job.genome.length)
+    lengths = measure.sequence_lengths(longest)
     tasks = {
-        name: progress.add_task(f"Scale, {label}", total=len(lengths), note="", start=False)
-        for name, label in reversed(NAMES.items())
+        method: job.progress.add_task(f"Scale, {NAMES[method]}", total=len(lengths), note="", start=False)
+        for method in ("standard", "speedlight")
     }
-    progress.start_task(tasks["standard"])
+    job.progress.start_task(tasks["standard"])
 
     def on_point(point: Point) -> None:
         task = tasks[point.method]
-        progress.start_task(task)
+        job.progress.start_task(task)
         if point.measured:
-            progress.update(task, advance=1, note=f"{point.seqlen:,} nt in {point.seconds:.2f} s")
+            job.progress.update(task, advance=1, note=f"{point.seqlen:,} nt in {point.seconds:.2f} s")
         else:
-            progress.update(task, note=f"{point.seqlen:,} nt: {point.stopped}")
+            job.progress.update(task, note=f"{point.seqlen:,} nt: {point.stopped}")
+            job.progress.stop_task(task)
 
-    problem = measure.Problem(
-        config.heads, config.head_dim, str(dtype).removeprefix("torch."), str(device), torch.get_num_threads()
-    )
-    return measure.scale(problem, lengths, budget_mib * MIB, 2 * settings.seconds, on_point)
-
-
+    dtype, threads = str(job.dtype).removeprefix("torch."), torch.get_num_threads()
+    problem = measure.Problem(config.heads, config.head_dim, dtype, str(job.device), threads)
+    return measure.scale(problem, lengths, job.budget_mib * MIB, 2 * job.settings.seconds, on_point)

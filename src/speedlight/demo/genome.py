@@ -62,8 +62,8 @@ class Genome:
 def read_genome(path: str | Path | None = None, max_length: int = MAX_LENGTH) -> Genome:
     """Read every record of a FASTA file (plain, gzip, bzip2, xz or zstd); None reads the embedded phage lambda.
 
-    Raises DemoError for a file that is missing, unreadable, not FASTA, empty, shorter than 1,000 bp, mostly ambiguous or
-    not made of nucleotides. Reading stops at `max_length` nucleotides, which `truncated` then tells.
+    Raises DemoError for a file that is missing, unreadable, not FASTA, empty, shorter than 1,000 bp, mostly ambiguous
+    or not made of nucleotides. Reading stops at `max_length` nucleotides, which `truncated` then tells.
     """
     if path is None:
         with resources.as_file(resources.files("speedlight") / "data" / EMBEDDED) as embedded:
@@ -100,11 +100,8 @@ def _records(path: Path, max_length: int) -> tuple[list[str], list[bytes]]:
             tokens = record.sequence[:room].encode("ascii").translate(_TOKEN_OF)
             bad = tokens.find(_INVALID)
             if bad >= 0:
-                letter = record.sequence[bad]
-                raise DemoError(
-                    f"cannot use {path}: record '{_short(record.name)}' has the letter {letter!r} at position {bad + 1}, "
-                    "which is no nucleotide (is this a protein?)."
-                )
+                where = f"record {_short(record.name)!r} has {record.sequence[bad]!r} at position {bad + 1:,}"
+                raise DemoError(f"cannot use {path}: {where}, which is no nucleotide (is this a protein?).")
             names.append(record.name)
             parts.append(tokens)
             room -= len(tokens)

@@ -6,6 +6,7 @@ has a peak that belongs to one computation. On CUDA the allocator counts, so the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import subprocess
@@ -21,7 +22,7 @@ from torch import Tensor
 import speedlight
 from speedlight import reference
 
-from .model import METHODS, ModelConfig, NucleotideModel
+from .model import METHODS, Attend, NucleotideModel, future_mask
 from .train import synchronize
 
 MIB = 2**20
@@ -29,7 +30,7 @@ SHORTEST = 1024
 ERROR_WINDOW = 2048
 MAX_PASSES = 4
 PASSES_SECONDS = 4.0
-GRADIENTS = ("out", "dq", "dk", "dv")
+RESULTS = ("out", "dq", "dk", "dv")
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class Choice:
 class Point:
     """One method at one sequence length: forward and backward of one attention layer.
 
-    `seconds` is the median of `passes`, `peak_bytes` the memory above the inputs (None: not measurable here). A point that
-    was not run says why in `stopped` and carries the extrapolated values instead.
+    `seconds` is the median of `passes`, `peak_bytes` the memory above the inputs (None: not measurable here). A point
+    that was not run says why in `stopped` and carries the extrapolated values instead.
     """
 
     method: str
@@ -82,7 +83,10 @@ class Problem:
     threads: int
 
 
-def capture(model: NucleotideModel, window: Tensor, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def capture(model: NucleotideModel, window: Tensor, device: torch.device, dtype: torch.dtype) -> Tensors:
     """q, k, v (1, S, H, D) of the model's last layer on a window (1, S + 1), and the loss's gradient there."""
     seen: list[Tensor] = []
 
@@ -102,20 +106,21 @@ def capture(model: NucleotideModel, window: Tensor, device: torch.device, dtype:
     return q.detach(), k.detach(), v.detach(), out.grad.detach()
 
 
-def gradients(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+def gradients(attend: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Tensors:
     """out, dq, dk, dv of `attend` at q, k, v."""
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     out = attend(q, k, v)
-    return out.detach(), *torch.autograd.grad(out, (q, k, v), dout.to(out.dtype))
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout.to(out.dtype))
+    return out.detach(), dq, dk, dv
 
 
 def compare_with_fp64(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dtypes: list[torch.dtype]) -> Iterator[ErrorRow]:
     """Errors of both methods in each dtype, against the fp64 oracle on the very same rounded inputs."""
     for dtype in dtypes:
-        inputs = [t.to(dtype) for t in (q, k, v, dout)]
+        inputs = (q.to(dtype), k.to(dtype), v.to(dtype), dout.to(dtype))
         exact = gradients(_oracle, *(t.double() for t in inputs))
         measured = {name: gradients(attend, *inputs) for name, attend in METHODS.items()}
-        for index, tensor in enumerate(GRADIENTS):
+        for index, tensor in enumerate(RESULTS):
             scale = exact[index].abs().max().item() or 1.0
             errors = {
                 name: (results[index].double() - exact[index]).abs().max().item() / scale
@@ -200,11 +205,13 @@ def _measure(method: str, seqlen: int, problem: Problem, left: float) -> Point:
         done = subprocess.run(command, capture_output=True, text=True, timeout=2 * left + 20)
     except subprocess.TimeoutExpired:
         return Point(method, seqlen, float("nan"), None, stopped="out of time")
-    if done.returncode < 0 or "not enough memory" in done.stderr:  # a negative code is a signal: the system's OOM killer
+    if done.returncode == 0:
+        return Point(method, seqlen, *json.loads(done.stdout.splitlines()[-1]))
+    # A negative code is a signal, here the one with which the system ends what has no memory left.
+    if done.returncode < 0 or "not enough memory" in done.stderr:
         return Point(method, seqlen, float("nan"), None, stopped="out of memory")
-    if done.returncode:
-        raise RuntimeError(f"measuring {method} at {seqlen} tokens failed:\n{done.stderr[-2000:]}")
-    return Point(method, seqlen, *json.loads(done.stdout.splitlines()[-1]))
+    reason = (done.stderr.splitlines() or ["no message"])[-1]
+    return Point(method, seqlen, float("nan"), None, stopped=f"failed: {reason}")
 
 
 def run_point(method: str, seqlen: int, problem: Problem) -> tuple[float, float | None, int]:
@@ -223,7 +230,8 @@ def run_point(method: str, seqlen: int, problem: Problem) -> tuple[float, float 
     tensors = inputs(seqlen)
     if device.type == "cuda":
         gradients(METHODS[method], *tensors)  # compiles the kernels of this length
-    meter = CudaMeter(device) if device.type == "cuda" else ProcessMeter()
+        future_mask.cache_clear()  # the mask is part of what standard attention needs
+    meter: CudaMeter | ProcessMeter = CudaMeter(device) if device.type == "cuda" else ProcessMeter()
     meter.start()
     seconds = [_timed(method, tensors, device)]
     peak = meter.peak()
@@ -263,10 +271,9 @@ class ProcessMeter:
         self.base: int | None = None
 
     def start(self) -> None:
-        try:
-            Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back to the present level
-        except OSError:
-            pass  # then the mark may still be the import's, a few MiB above the present level
+        # Sets the high-water mark back to the present level. Where that is refused, the mark may still be the import's.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
         self.base = _resident("VmRSS")
 
     def peak(self) -> float | None:

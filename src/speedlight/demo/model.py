@@ -22,19 +22,21 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def speedlight_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention, the backend chosen by Speedlight."""
-    return speedlight.attention(q, k, v, causal=True)
+    out = speedlight.attention(q, k, v, causal=True)
+    assert isinstance(out, Tensor)
+    return out
 
 
 def standard_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal softmax(Q K^T / sqrt(D)) V as a textbook writes it: the (S, S) scores are held in memory."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
-    scores = scores.masked_fill(_future(q.shape[-2], q.device), float("-inf"))
+    scores = scores.masked_fill(future_mask(q.shape[-2], q.device), float("-inf"))
     return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
 @lru_cache(maxsize=1)
-def _future(seqlen: int, device: torch.device) -> Tensor:
+def future_mask(seqlen: int, device: torch.device) -> Tensor:
     """(S, S), True where the key lies in the query's future. Kept, so that standard attention pays for it once."""
     return torch.ones(seqlen, seqlen, dtype=torch.bool, device=device).triu(1)
 
@@ -97,7 +99,7 @@ class NucleotideModel(nn.Module):
     def set_attention(self, attend: Attend) -> None:
         """Compute every block's attention with `attend` from now on."""
         for block in self.blocks:
-            block.attend = attend
+            setattr(block, "attend", attend)  # noqa: B010
 
     def forward(self, tokens: Tensor) -> Tensor:
         half = self.config.head_dim // 2

@@ -35,7 +35,7 @@ PLACEHOLDERS = {
     "muted": "#010206",
     "grid": "#010207",
 }
-_STYLE = {
+_STYLE: Any = {
     "svg.fonttype": "none",
     "font.size": 9.5,
     "axes.edgecolor": PLACEHOLDERS["grid"],
@@ -67,7 +67,7 @@ def write(results: Results, folder: Path) -> Path:
 
 
 def as_json(results: Results) -> dict[str, Any]:
-    """Everything measured, without the genome itself; times in seconds, memory in bytes, losses in bits per nucleotide."""
+    """Everything measured, without the genome; times in seconds, memory in bytes, losses in bits per nucleotide."""
     genome = {name: value for name, value in vars(results.genome).items() if name != "tokens"}
     training = asdict(results.training)
     training["largest_difference"] = max(results.training.differences)
@@ -99,14 +99,20 @@ def render(results: Results) -> str:
     environment.filters |= {"memory": memory, "duration": duration, "scientific": scientific}
     with matplotlib.rc_context(_STYLE):
         charts = {
-            "loss": _chart(_draw_loss, results, (6.4, 3.9), "Training loss of both methods by step, and their difference"),
+            "loss": _chart(_draw_loss, results, (6.4, 3.9), "Training loss of both methods by step"),
             "clock": _chart(_draw_clock, results, (6.4, 3.9), "Training loss of both methods by training time"),
-            "errors": _chart(_draw_errors, results, (12.6, 2.9), "Largest relative error against fp64 of both methods"),
+            "errors": _chart(_draw_errors, results, (12.6, 2.9), "Largest relative error against fp64"),
             "time": _chart(_draw_time, results, (6.4, 3.6), "Time of one attention layer by sequence length"),
-            "memory": _chart(_draw_memory, results, (6.4, 3.6), "Peak memory of one attention layer by sequence length"),
+            "memory": _chart(
+                _draw_memory, results, (6.4, 3.6), "Peak memory of one attention layer by sequence length"
+            ),
         }
     return environment.get_template("report.html.j2").render(
-        results=results, names=NAMES, summary=Summary(results), charts=charts, rows=scaling_rows(results),
+        results=results,
+        names=NAMES,
+        summary=Summary(results),
+        charts=charts,
+        rows=scaling_rows(results),
         markov_order=MARKOV_ORDER,
     )
 
@@ -210,7 +216,8 @@ def table(results: Results) -> Table:
     grid.add_row(f"Training speed, nt/s ({summary.speed})", *(f"{summary.rate[method]:,.0f}" for method in METHODS))
     for row in results.errors:
         if row.tensor in ("out", "dq"):
-            grid.add_row(f"Error of {row.tensor} against fp64, {row.dtype}", *map(scientific, (row.speedlight, row.standard)))
+            label = f"Error of {row.tensor} against fp64, {row.dtype}"
+            grid.add_row(label, scientific(row.speedlight), scientific(row.standard))
     if summary.common:
         seqlen = summary.common[0].seqlen
         grid.add_row(f"Forward + backward at {seqlen:,} nt", *(duration(point.seconds) for point in summary.common))
@@ -218,7 +225,7 @@ def table(results: Results) -> Table:
     longest = (f"{point.seqlen:,} nt" if point else "none" for point in (summary.within[method] for method in METHODS))
     grid.add_row(f"Longest run within {memory(results.budget_mib * MIB)}", *longest)
     grid.caption = (
-        f"Largest difference of the losses in {training.steps} steps: {scientific(summary.largest_difference)} bits/nt. "
+        f"Losses differ by at most {scientific(summary.largest_difference)} bits/nt in {training.steps} steps. "
         f"Backend: {results.choice.backend}. {results.total_seconds:.0f} s in all."
     )
     grid.caption_justify = "left"
@@ -259,8 +266,14 @@ def _draw_loss(figure: Figure, results: Results) -> None:
         marks = {"s": 62, "alpha": 0.55} if method == "standard" else {"s": 16}
         where = [max(step, 1) for step, _ in run.validation]
         top.scatter(
-            where, [loss for _, loss in run.validation], color=PLACEHOLDERS[method], zorder=4, linewidth=0,
-            marker="D", label=f"{NAMES[method]}, validation", **marks,
+            where,
+            [loss for _, loss in run.validation],
+            color=PLACEHOLDERS[method],
+            zorder=4,
+            linewidth=0,
+            marker="D",
+            label=f"{NAMES[method]}, validation",
+            **marks,
         )
     _level(top, 2.0, "chance: 2 bits")
     _limit_loss(top, training.runs["standard"].losses)
@@ -289,8 +302,13 @@ def _draw_clock(figure: Figure, results: Results) -> None:
         axes.plot(clock, run.losses, color=PLACEHOLDERS[method], linewidth=1.6, label=NAMES[method])
         axes.scatter(clock[-1:], run.losses[-1:], color=PLACEHOLDERS[method], s=34, zorder=4)
         axes.annotate(
-            f"{clock[-1]:.1f} s", (clock[-1], run.losses[-1]), xytext=(0, -15), textcoords="offset points",
-            ha="center", color=PLACEHOLDERS[method], weight="bold",
+            f"{clock[-1]:.1f} s",
+            (clock[-1], run.losses[-1]),
+            xytext=(0, -15),
+            textcoords="offset points",
+            ha="center",
+            color=PLACEHOLDERS[method],
+            weight="bold",
         )
     _level(axes, 2.0, "chance: 2 bits")
     _limit_loss(axes, training.runs["standard"].losses)
@@ -302,8 +320,14 @@ def _draw_clock(figure: Figure, results: Results) -> None:
 def _level(axes: Axes, value: float, text: str) -> None:
     axes.axhline(value, color=PLACEHOLDERS["muted"], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
     axes.annotate(
-        text, (0.995, value), xycoords=("axes fraction", "data"), xytext=(0, 3), textcoords="offset points",
-        ha="right", fontsize=8.5, color=PLACEHOLDERS["muted"],
+        text,
+        (0.995, value),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 3),
+        textcoords="offset points",
+        ha="right",
+        fontsize=8.5,
+        color=PLACEHOLDERS["muted"],
     )
 
 
@@ -322,7 +346,7 @@ def _draw_errors(figure: Figure, results: Results) -> None:
         for method in reversed(METHODS):
             values = [max(getattr(row, method), 1e-17) for row in rows]
             size = 110 if method == "standard" else 44
-            axes.scatter(values, heights, s=size, color=PLACEHOLDERS[method], label=NAMES[method], zorder=3, linewidth=0)
+            axes.scatter(values, heights, size, PLACEHOLDERS[method], label=NAMES[method], zorder=3, linewidth=0)
         for row, height in zip(rows, heights, strict=True):
             pair = [max(row.speedlight, 1e-17), max(row.standard, 1e-17)]
             axes.plot(pair, [height] * 2, color=PLACEHOLDERS["muted"], linewidth=1, zorder=1)
@@ -356,8 +380,13 @@ def _draw_memory(figure: Figure, results: Results) -> None:
     _lines(axes, results, lambda point: None if point.peak_bytes is None else point.peak_bytes / MIB)
     axes.axhline(results.budget_mib, color=PLACEHOLDERS["ink"], linewidth=1, linestyle=(0, (4, 3)))
     axes.annotate(
-        f"budget {memory(results.budget_mib * MIB)}", (0.995, results.budget_mib), xycoords=("axes fraction", "data"),
-        xytext=(0, 4), textcoords="offset points", fontsize=8.5, ha="right",
+        f"budget {memory(results.budget_mib * MIB)}",
+        (0.995, results.budget_mib),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 4),
+        textcoords="offset points",
+        fontsize=8.5,
+        ha="right",
     )
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: memory_tick(value)))
     axes.set_ylabel("peak memory above the inputs")
@@ -373,13 +402,20 @@ def _lines(axes: Axes, results: Results, value_of: Callable[[Point], float | Non
         if not measured:
             continue
         colour = PLACEHOLDERS[method]
-        axes.plot(*zip(*measured, strict=True), color=colour, linewidth=2, marker="o", markersize=5, label=NAMES[method])
+        style: dict[str, Any] = {"color": colour, "linewidth": 2, "marker": "o", "markersize": 5}
+        axes.plot(*zip(*measured, strict=True), **style, label=NAMES[method])
         for point, value in points:
             if not point.measured:
                 last = measured[-1]
                 axes.plot([last[0], point.seqlen], [last[1], value], color=colour, linewidth=1.4, linestyle=":")
                 axes.plot(
-                    point.seqlen, value, color=colour, marker="o", markersize=6, markerfacecolor="none", linestyle="",
+                    point.seqlen,
+                    value,
+                    color=colour,
+                    marker="o",
+                    markersize=6,
+                    markerfacecolor="none",
+                    linestyle="",
                     label="not run, extrapolated" if method == "standard" else None,
                 )
     axes.set_xscale("log", base=2)
@@ -394,8 +430,11 @@ def _lines(axes: Axes, results: Results, value_of: Callable[[Point], float | Non
 
 def _spaced(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The lengths with room for a label: the last always, and no power of two just before it."""
-    return [row for row, following in zip(rows, [*rows[1:], None], strict=True)
-            if following is None or following["seqlen"] / row["seqlen"] > 1.6]
+    return [
+        row
+        for row, following in zip(rows, [*rows[1:], None], strict=True)
+        if following is None or following["seqlen"] / row["seqlen"] > 1.6
+    ]
 
 
 def duration_tick(seconds: float) -> str:

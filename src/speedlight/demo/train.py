@@ -74,7 +74,9 @@ class Training:
 class Trainer:
     """A model with one kind of attention, its optimizer and its record."""
 
-    def __init__(self, config: ModelConfig, attend: Attend, device: torch.device, dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self, config: ModelConfig, attend: Attend, device: torch.device, dtype: torch.dtype, seed: int
+    ) -> None:
         torch.manual_seed(seed)
         self.model = NucleotideModel(config, attend).to(device)
         self.device, self.dtype = device, dtype
@@ -159,7 +161,9 @@ class Windows:
         return window.to(self.device, torch.long)
 
 
-def calibrate(config: ModelConfig, window: Tensor, device: torch.device, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
+def calibrate(
+    config: ModelConfig, window: Tensor, device: torch.device, dtype: torch.dtype
+) -> dict[str, tuple[float, float]]:
     """Seconds of (first step, later step) of each method, on models that are thrown away."""
     measured = {}
     for name, attend in METHODS.items():

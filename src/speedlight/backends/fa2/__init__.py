@@ -103,6 +103,7 @@ def forward_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...]
     args = {
         **_strides(problem, q=q, k=k, v=v),
         **_sizes(problem),
+        "group_size": problem.group_size,
         "heads_together": max(1, min(_L2_BYTES // max(kv_bytes, 1), problem.batch * problem.num_heads)),
         "SCALE_FIRST": problem.softcap > 0 or problem.softmax_scale <= 0,
         "TAIL": _ragged(problem, problem.seqlen_k, tile.block_n),
@@ -152,6 +153,7 @@ def dq_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], til
     args = {
         **_strides(problem, q=q, k=k, v=v, do=dout),
         **_sizes(problem),
+        "group_size": problem.group_size,
         "TAIL": _ragged(problem, problem.seqlen_k, tile.block_n),
         **_tile_args(problem, tile, tensors[:7]),
     }
@@ -175,7 +177,6 @@ def _sizes(problem: AttentionProblem) -> dict[str, Any]:
     return {
         "batch": problem.batch,
         "num_heads": problem.num_heads,
-        "group_size": problem.group_size,
         "seqlen_q": problem.seqlen_q,
         "seqlen_k": problem.seqlen_k,
         "window_left": problem.window_left or 0,
