@@ -26,12 +26,15 @@ from speedlight.problem import describe
 
 TOKENS, HIDDEN = 16384, 2048
 CANDIDATES = {
-    ("fwd", 64): "128x64x4x3 128x64x8x3 128x128x8x3 64x64x4x3 128x64x4x4 64x64x4x4",
-    ("fwd", 128): "128x64x8x3 128x128x8x3 128x128x8x2 64x64x4x3 64x64x4x4 128x64x8x4",
-    ("dkdv", 64): "64x128x8x2 64x128x8x3 64x64x4x2 64x64x4x3 32x128x4x3 128x128x8x2 64x64x4x4",
-    ("dkdv", 128): "64x128x8x2 64x128x8x3 64x64x4x2 32x64x4x3 32x128x8x3 64x128x8x1",
-    ("dq", 64): "128x64x4x3 128x64x8x3 64x64x4x3 128x128x8x2 128x64x4x4",
-    ("dq", 128): "128x64x8x2 128x64x8x3 128x128x8x2 64x64x4x2 128x32x8x3",
+    ("fwd", 64): "128x64x4x3 128x64x8x3 64x64x4x3 128x64x4x4",
+    ("fwd", 128): "128x64x8x3 128x128x8x3 64x64x4x3",
+    ("fwd", 256): "64x64x4x2 128x64x8x2 64x32x4x3 64x64x8x2 128x32x8x3 64x64x4x1",
+    ("dkdv", 64): "64x128x8x3 64x64x4x3 32x128x4x3 64x64x4x4",
+    ("dkdv", 128): "64x128x8x3 32x64x4x3 32x128x8x3 64x128x8x2",
+    ("dkdv", 256): "32x64x8x1 32x64x8x2 64x64x8x1 32x64x4x1 32x128x8x1 64x32x4x1",
+    ("dq", 64): "128x64x4x3 64x64x4x3 128x64x4x4",
+    ("dq", 128): "128x64x8x3 128x32x8x3 64x64x4x2",
+    ("dq", 256): "64x32x8x1 64x32x4x2 128x32x8x1 64x32x8x2 64x64x8x1 32x64x4x1",
 }
 
 

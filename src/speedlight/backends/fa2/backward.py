@@ -26,6 +26,7 @@ from .common import (
     load_row,
     load_tile,
     locate_tile,
+    once,
     other_side,
     query_range,
     score,
@@ -83,18 +84,19 @@ def _accumulate_dkdv(dk, dv, k_j, v_j, q, dout, lse, delta, stride_qm, stride_do
         offs_m = m + tl.arange(0, BLOCK_M)
         # Rows that see nothing load as zeros: a NaN there would survive the product with a weight of 0.
         q_i = load_tile(q, m, stride_qm, seeing_lo, seeing_hi, HEAD_DIM, BLOCK_M, BLOCK_D, WIDE, MASKED)
-        lse_i = load_row(lse, m, seqlen_q, BLOCK_M, MASKED)
+        lse_i = load_row(lse, offs_m, seqlen_q, MASKED)
         s_t = score(tl.dot(k_j, tl.trans(q_i), input_precision=PRECISION), scale, softcap, SOFTCAP)
+        do_i = load_tile(dout, m, stride_dom, seeing_lo, seeing_hi, HEAD_DIM_V, BLOCK_M, BLOCK_DV, WIDE, MASKED)
+        if NEED_DK:  # before the exponentials, which then run beside it
+            dp_t = tl.dot(v_j, tl.trans(do_i), input_precision=PRECISION)
         p_t = tl.exp2(s_t - (lse_i * LOG2_E)[None, :])
         if MASKED:
             ok = visible(offs_m[None, :], offs_n[:, None], seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
             p_t = tl.where(ok, p_t, 0.0)
-        do_i = load_tile(dout, m, stride_dom, seeing_lo, seeing_hi, HEAD_DIM_V, BLOCK_M, BLOCK_DV, WIDE, MASKED)
         if NEED_DV:
             dv = tl.dot(p_t.to(do_i.dtype), do_i, dv, input_precision=PRECISION)
         if NEED_DK:
-            delta_i = load_row(delta, m, seqlen_q, BLOCK_M, MASKED)
-            dp_t = tl.dot(v_j, tl.trans(do_i), input_precision=PRECISION)
+            delta_i = load_row(delta, offs_m, seqlen_q, MASKED)
             ds_t = p_t * (dp_t - delta_i[None, :])
             if SOFTCAP:
                 ds_t = ds_t * softcap_gradient(s_t, softcap)
@@ -156,6 +158,7 @@ def _attn_bwd_dkdv_kernel(
     lo = lo // BLOCK_M * BLOCK_M
     full_lo = tl.minimum(tl.cdiv(full_lo, BLOCK_M) * BLOCK_M, tl.cdiv(hi, BLOCK_M) * BLOCK_M)
     full_hi = tl.maximum(full_hi // BLOCK_M * BLOCK_M, full_lo)
+    ALONE: tl.constexpr = not (HAS_LEFT or HAS_RIGHT or TAIL)
     for member in range(0, GROUP_SIZE):
         h = hk * GROUP_SIZE + member
         q_h = q + tl.cast(h, tl.int64) * stride_qh
@@ -166,7 +169,7 @@ def _attn_bwd_dkdv_kernel(
             if part == 1 or (part == 0 and HAS_RIGHT) or (part == 2 and (HAS_LEFT or TAIL)):
                 start = lo if part == 0 else (full_lo if part == 1 else full_hi)
                 end = full_lo if part == 0 else (full_hi if part == 1 else hi)
-                if start < end:
+                for _ in range(0, 1 if ALONE else once(start, end)):
                     dk_j, dv_j = _accumulate_dkdv(
                         dk_j, dv_j, k_j, v_j, q_h, dout_h, lse_h, delta_h, stride_qm, stride_dom, start, end, offs_n,
                         used_q, used_k, seeing_lo, seeing_hi, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP,
@@ -195,14 +198,14 @@ def _accumulate_dq(dq, q_i, do_i, lse_i, delta_i, k, v, stride_kn, stride_vn, st
     """Add the keys of [start, end) to dq. ``lse_i`` is in log2 units."""
     for n in tl.range(start, end, BLOCK_N):
         k_j = load_tile(k, n, stride_kn, seen_lo, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE, MASKED)
+        v_j = load_tile(v, n, stride_vn, seen_lo, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, WIDE, MASKED)
         s = score(tl.dot(q_i, tl.trans(k_j), input_precision=PRECISION), scale, softcap, SOFTCAP)
+        dp = tl.dot(do_i, tl.trans(v_j), input_precision=PRECISION)
         p = tl.exp2(s - lse_i[:, None])
         if MASKED:
             offs_n = n + tl.arange(0, BLOCK_N)
             ok = visible(offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
             p = tl.where(ok, p, 0.0)
-        v_j = load_tile(v, n, stride_vn, seen_lo, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, WIDE, MASKED)
-        dp = tl.dot(do_i, tl.trans(v_j), input_precision=PRECISION)
         ds = p * (dp - delta_i[:, None])
         if SOFTCAP:
             ds = ds * softcap_gradient(s, softcap)
@@ -266,11 +269,12 @@ def _attn_bwd_dq_kernel(
     lo = lo // BLOCK_N * BLOCK_N
     full_lo = tl.minimum(tl.cdiv(full_lo, BLOCK_N) * BLOCK_N, tl.cdiv(hi, BLOCK_N) * BLOCK_N)
     full_hi = tl.maximum(full_hi // BLOCK_N * BLOCK_N, full_lo)
+    ALONE: tl.constexpr = not (HAS_LEFT or HAS_RIGHT or TAIL)
     for part in tl.static_range(3):  # as in the forward
         if part == 1 or (part == 0 and HAS_LEFT) or (part == 2 and (HAS_RIGHT or TAIL)):
             start = lo if part == 0 else (full_lo if part == 1 else full_hi)
             end = full_lo if part == 0 else (full_hi if part == 1 else hi)
-            if start < end:
+            for _ in range(0, 1 if ALONE else once(start, end)):
                 dq_i = _accumulate_dq(
                     dq_i, q_i, do_i, lse_i, delta_i, k, v, stride_kn, stride_vn, start, end, offs_m, used_q, used_k,
                     seen_lo, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, HAS_LEFT, HAS_RIGHT, PRECISION,

@@ -12,7 +12,6 @@ from .. import ranges
 
 UNLIMITED = tl.constexpr(ranges.UNLIMITED)
 LOG2_E = tl.constexpr(1.4426950408889634)
-COPIES = tl.constexpr(4)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 # The interpreter runs plain functions as they are and refuses to wrap those of a module without triton.language.
@@ -94,17 +93,12 @@ def load_tile(base, start, stride, lo, hi, DIM: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit
-def load_row(base, start, hi, ROWS: tl.constexpr, MASKED: tl.constexpr):
-    """ROWS values along the second axis of a score tile, zeros from ``hi`` on if MASKED.
-
-    Loaded several times over, as a matrix, and reduced: a vector of so few elements would be loaded in the layout of the
-    matrix unit's accumulator, 16 addresses and 16 registers per thread.
-    """
-    offs = start + tl.arange(0, ROWS)[None, :] + tl.zeros([COPIES, 1], tl.int32)
+def load_row(base, offs, hi, MASKED: tl.constexpr):
+    """Values at ``offs``; zeros from ``hi`` on if MASKED."""
     if MASKED:
-        return tl.max(tl.load(base + offs, mask=offs < hi, other=0.0), 0)
+        return tl.load(base + offs, mask=offs < hi, other=0.0)
     else:
-        return tl.max(tl.load(base + offs), 0)
+        return tl.load(base + offs)
 
 
 @triton.jit
@@ -119,6 +113,16 @@ def store_tile(base, start, stride, hi, tile, DIM: tl.constexpr, ROWS: tl.conste
     else:
         pointers = pointers + (rows * stride)[:, None] + offs_d[None, :]
     tl.store(pointers, tile.to(base.dtype.element_ty), mask=(start + rows < hi)[:, None] & (offs_d < DIM)[None, :])
+
+
+@triton.jit
+def once(start, end):
+    """1 if [start, end) is not empty, else 0: the turns of a loop that stands for a branch around a tile loop.
+
+    ptxas serialises the matrix instructions of tile loops that follow each other on one accumulator (its note C7515).
+    Something must part them, and a plain branch LLVM may merge with the tile loop's own guard.
+    """
+    return tl.minimum(tl.maximum(end - start, 0), 1)
 
 
 @triton.jit

@@ -24,6 +24,7 @@ from .common import (
     key_range,
     load_tile,
     locate_tile,
+    once,
     other_side,
     score,
     seen_keys,
@@ -135,13 +136,13 @@ def _attn_fwd_kernel(
     lo = lo // BLOCK_N * BLOCK_N
     full_lo = tl.minimum(tl.cdiv(full_lo, BLOCK_N) * BLOCK_N, tl.cdiv(hi, BLOCK_N) * BLOCK_N)
     full_hi = tl.maximum(full_hi // BLOCK_N * BLOCK_N, full_lo)
-    # The partial blocks at the left edge, the full ones, the partial blocks at the right edge. The branch is for ptxas,
-    # which serialises the matrix instructions of loops that follow each other on one accumulator (its note C7515).
+    # The partial blocks at the left edge, the full ones, the partial blocks at the right edge.
+    ALONE: tl.constexpr = not (HAS_LEFT or HAS_RIGHT or TAIL)
     for part in tl.static_range(3):
         if part == 1 or (part == 0 and HAS_LEFT) or (part == 2 and (HAS_RIGHT or TAIL)):
             start = lo if part == 0 else (full_lo if part == 1 else full_hi)
             end = full_lo if part == 0 else (full_hi if part == 1 else hi)
-            if start < end:
+            for _ in range(0, 1 if ALONE else once(start, end)):
                 acc, l_i, m_i = _attend(
                     acc, l_i, m_i, q_i, k, v, stride_kn, stride_vn, start, end, offs_m, used_q, used_k, seen_lo, left,
                     right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, SCALE_FIRST, HAS_LEFT, HAS_RIGHT, PRECISION,

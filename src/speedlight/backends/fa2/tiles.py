@@ -1,13 +1,15 @@
 """Tile tables of the `fa2` backend: which block sizes run where.
 
-A tile changes speed and rounding, never meaning. Rows are keyed by (architecture family, bytes per element, head
-dimension up to); the first fitting row wins.
+A tile changes speed and rounding, never meaning. A row serves head dimensions up to its ``largest``; the first row that
+reaches the problem's wins. The sm_90 rows were measured with tools/tune.py on an H200 (torch 2.11, Triton 3.6.0,
+2026-11-30; see docs/notes/fa2.md); the others are chosen so that they fit shared memory and do not spill much (compile
+checks), and are not tuned.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from ...problem import AttentionProblem
 from ...target import Target
@@ -31,6 +33,18 @@ class BwdTile:
     dq: Tile
 
 
+AnyTile = TypeVar("AnyTile", Tile, BwdTile)
+
+
+@dataclass(frozen=True)
+class Row(Generic[AnyTile]):
+    """The tile for head dimensions up to ``largest``; ``masked`` where the mask is causal or a window, if that differs."""
+
+    largest: int
+    tile: AnyTile
+    masked: AnyTile | None = None
+
+
 def block_dim(dim: int) -> int:
     """A head dimension as it sits in a tile: the next power of two, at least 16 (the least a matrix unit takes)."""
     return max(16, 1 << (dim - 1).bit_length())
@@ -50,74 +64,86 @@ def family(target: Target) -> str:
     return "sm75" if target.arch < 80 else "sm86"  # sm86, sm89 and sm120 share the 99 KiB limit
 
 
-# (family, largest head dimension) -> tile, for 16-bit inputs.
-_FWD: dict[str, tuple[tuple[int, Tile], ...]] = {
-    "sm90": ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 128, 8, 3)), (256, Tile(64, 64, 4, 2))),
-    "sm100": ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 2)), (256, Tile(64, 64, 4, 2))),
-    "sm80": ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 32, 4, 3)), (256, Tile(64, 32, 4, 2))),
-    "sm86": ((64, Tile(128, 64, 4, 2)), (128, Tile(64, 32, 4, 2)), (256, Tile(32, 32, 4, 1))),
-    "sm75": ((64, Tile(32, 32, 4, 1)), (128, Tile(32, 16, 4, 1)), (256, Tile(16, 16, 4, 1))),
-    "hip": ((64, Tile(128, 64, 4, 1)), (128, Tile(128, 32, 4, 1)), (256, Tile(64, 32, 4, 1))),
-    "interpreter": ((256, Tile(64, 64, 4, 1)),),
-}
-_BWD: dict[str, tuple[tuple[int, BwdTile], ...]] = {
+# 16-bit inputs.
+FORWARD: dict[str, tuple[Row[Tile], ...]] = {
     "sm90": (
-        (64, BwdTile(Tile(64, 64, 4, 3), Tile(128, 64, 4, 3))),
-        (128, BwdTile(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3))),
-        (256, BwdTile(Tile(32, 64, 8, 1), Tile(64, 32, 8, 1))),
+        Row(64, Tile(128, 64, 4, 3), masked=Tile(128, 64, 8, 3)),
+        Row(128, Tile(128, 128, 8, 3), masked=Tile(64, 64, 4, 3)),
+        Row(256, Tile(64, 64, 4, 2)),
+    ),
+    "sm100": (Row(64, Tile(128, 64, 4, 3)), Row(128, Tile(128, 64, 8, 2)), Row(256, Tile(64, 64, 4, 2))),
+    "sm80": (Row(64, Tile(128, 64, 4, 3)), Row(128, Tile(128, 32, 4, 3)), Row(256, Tile(64, 32, 4, 2))),
+    "sm86": (Row(64, Tile(128, 64, 4, 2)), Row(128, Tile(64, 32, 4, 2)), Row(256, Tile(32, 32, 4, 1))),
+    "sm75": (Row(64, Tile(32, 32, 4, 1)), Row(128, Tile(32, 16, 4, 1)), Row(256, Tile(16, 16, 4, 1))),
+    "hip": (Row(64, Tile(128, 64, 4, 1)), Row(128, Tile(128, 32, 4, 1)), Row(256, Tile(64, 32, 4, 1))),
+    "interpreter": (Row(256, Tile(64, 64, 4, 1)),),
+}
+BACKWARD: dict[str, tuple[Row[BwdTile], ...]] = {
+    "sm90": (
+        Row(64, BwdTile(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3))),
+        Row(
+            128,
+            BwdTile(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
+            masked=BwdTile(Tile(32, 64, 4, 3), Tile(128, 64, 8, 3)),
+        ),
+        Row(256, BwdTile(Tile(32, 64, 8, 1), Tile(64, 32, 8, 1))),
     ),
     "sm100": (
-        (64, BwdTile(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2))),
-        (128, BwdTile(Tile(64, 64, 8, 1), Tile(64, 64, 8, 1))),
-        (256, BwdTile(Tile(32, 64, 8, 1), Tile(64, 32, 8, 1))),
+        Row(64, BwdTile(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2))),
+        Row(128, BwdTile(Tile(64, 64, 8, 1), Tile(64, 64, 8, 1))),
+        Row(256, BwdTile(Tile(32, 64, 8, 1), Tile(64, 32, 8, 1))),
     ),
     "sm80": (
-        (64, BwdTile(Tile(32, 128, 4, 2), Tile(128, 32, 4, 2))),
-        (128, BwdTile(Tile(32, 64, 4, 2), Tile(64, 32, 4, 2))),
-        (256, BwdTile(Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))),
+        Row(64, BwdTile(Tile(32, 128, 4, 2), Tile(128, 32, 4, 2))),
+        Row(128, BwdTile(Tile(32, 64, 4, 2), Tile(64, 32, 4, 2))),
+        Row(256, BwdTile(Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))),
     ),
     "sm86": (
-        (64, BwdTile(Tile(32, 64, 4, 2), Tile(64, 32, 4, 2))),
-        (128, BwdTile(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))),
-        (256, BwdTile(Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))),
+        Row(64, BwdTile(Tile(32, 64, 4, 2), Tile(64, 32, 4, 2))),
+        Row(128, BwdTile(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))),
+        Row(256, BwdTile(Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))),
     ),
     "sm75": (
-        (64, BwdTile(Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))),
-        (128, BwdTile(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))),
-        (256, BwdTile(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1))),
+        Row(64, BwdTile(Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))),
+        Row(128, BwdTile(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))),
+        Row(256, BwdTile(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1))),
     ),
     "hip": (
-        (64, BwdTile(Tile(32, 64, 4, 1), Tile(64, 32, 4, 1))),
-        (128, BwdTile(Tile(32, 64, 4, 1), Tile(64, 32, 4, 1))),
-        (256, BwdTile(Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))),
+        Row(64, BwdTile(Tile(32, 64, 4, 1), Tile(64, 32, 4, 1))),
+        Row(128, BwdTile(Tile(32, 64, 4, 1), Tile(64, 32, 4, 1))),
+        Row(256, BwdTile(Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))),
     ),
-    "interpreter": ((256, BwdTile(Tile(64, 64, 4, 1), Tile(64, 64, 4, 1))),),
+    "interpreter": (Row(256, BwdTile(Tile(64, 64, 4, 1), Tile(64, 64, 4, 1))),),
 }
-
 
 # 32-bit inputs, on every GPU. "ieee" products run on the FMA units, fully unrolled: large tiles spill and compile for
 # minutes.
-_FWD_32BIT = ((64, Tile(64, 32, 8, 1)), (128, Tile(32, 32, 8, 1)), (256, Tile(16, 16, 8, 1)))
-_BWD_32BIT = (
-    (64, BwdTile(Tile(32, 32, 8, 1), Tile(32, 32, 8, 1))),
-    (128, BwdTile(Tile(16, 32, 8, 1), Tile(32, 16, 8, 1))),
-    (256, BwdTile(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1))),
+FORWARD_32BIT: tuple[Row[Tile], ...] = (
+    Row(64, Tile(64, 32, 8, 1)),
+    Row(128, Tile(32, 32, 8, 1)),
+    Row(256, Tile(16, 16, 8, 1)),
+)
+BACKWARD_32BIT: tuple[Row[BwdTile], ...] = (
+    Row(64, BwdTile(Tile(32, 32, 8, 1), Tile(32, 32, 8, 1))),
+    Row(128, BwdTile(Tile(16, 32, 8, 1), Tile(32, 16, 8, 1))),
+    Row(256, BwdTile(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1))),
 )
 
 
 def forward_tile(problem: AttentionProblem, target: Target) -> Tile:
-    wide = problem.dtype.itemsize == 4 and target.is_gpu
-    return _row(_FWD_32BIT if wide else _FWD[family(target)], problem)
+    return _choose(FORWARD_32BIT if _wide(problem, target) else FORWARD[family(target)], problem)
 
 
 def backward_tile(problem: AttentionProblem, target: Target) -> BwdTile:
-    wide = problem.dtype.itemsize == 4 and target.is_gpu
-    return _row(_BWD_32BIT if wide else _BWD[family(target)], problem)
+    return _choose(BACKWARD_32BIT if _wide(problem, target) else BACKWARD[family(target)], problem)
 
 
-_AnyTile = TypeVar("_AnyTile", Tile, BwdTile)
+def _wide(problem: AttentionProblem, target: Target) -> bool:
+    return problem.dtype.itemsize == 4 and target.is_gpu
 
 
-def _row(rows: tuple[tuple[int, _AnyTile], ...], problem: AttentionProblem) -> _AnyTile:
+def _choose(rows: tuple[Row[AnyTile], ...], problem: AttentionProblem) -> AnyTile:
     dim = block_dim(max(problem.head_dim, problem.head_dim_v))
-    return next(tile for largest, tile in rows if dim <= largest)
+    row = next(row for row in rows if dim <= row.largest)
+    masked = problem.window_left is not None or problem.window_right is not None
+    return row.masked if masked and row.masked is not None else row.tile
