@@ -3,12 +3,13 @@
     python tools/tune.py --kernels fwd,dkdv,dq --dims 64,128 --seqlens 1024,4096,16384 [--candidates 128x64x8x3,...]
 
 Every candidate is first compiled and run in worker processes (in parallel, each with a time limit), then all that
-survived are timed in turn. Nothing is written: rows go into backends/fa2/tiles.py by hand, with this command beside them.
+survived are timed in turn. Nothing is written: rows go into backends/fa2/tiles.py by hand.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -88,7 +89,8 @@ def main() -> None:
     ap.add_argument("--worker", help=argparse.SUPPRESS)
     args = ap.parse_args()
     if args.worker:
-        return worker(args.worker)
+        worker(args.worker)
+        return
     import triton
 
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
@@ -114,7 +116,8 @@ def main() -> None:
             tiles = [t for t in names[kernel, dim, causal] if alive[kernel, dim, causal, args.dtype, t]]
             times: dict[str, list[float]] = {t: [] for t in tiles}
             for _, tile in itertools.product(range(args.rounds), tiles):
-                times[tile].append(triton.testing.do_bench(lambda t=parse(tile): run(t), 2, 12, return_mode="median"))
+                call = functools.partial(run, parse(tile))
+                times[tile].append(triton.testing.do_bench(call, 2, 12, return_mode="median"))
             for tile in tiles:
                 speeds.setdefault(tile, []).append(flops / statistics.median(times[tile]) / 1e9)
         print(f"{kernel} D{dim} {'causal' if causal else 'full'}: TFLOP/s at S = {args.seqlens}")

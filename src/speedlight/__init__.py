@@ -7,4 +7,14 @@ from .modifiers import Bias, Mask
 
 __version__ = "0.1.0"
 
-__all__ = ["Bias", "Mask", "UnsupportedError", "__version__", "attention", "attention_varlen", "explain", "merge", "warmup"]
+__all__ = [
+    "Bias",
+    "Mask",
+    "UnsupportedError",
+    "__version__",
+    "attention",
+    "attention_varlen",
+    "explain",
+    "merge",
+    "warmup",
+]

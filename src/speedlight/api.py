@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import ops
 from .modifiers import Bias, Mask
-from .problem import Window, describe
+from .problem import Window
 
 AttentionOutput = Tensor | tuple[Tensor, Tensor]
 

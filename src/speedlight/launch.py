@@ -67,8 +67,9 @@ class Prepared:
             launch.kernel[launch.grid](*tensors, **launch.args, **launch.meta())
             return
         # Plain integers for pointers: given tensors, the launcher asks the driver about each of them.
+        stream = torch._C._cuda_getCurrentRawStream(device_index)
         self.run(
-            *self.grid, torch._C._cuda_getCurrentRawStream(device_index), self.function, self.metadata, None, None, None,
+            *self.grid, stream, self.function, self.metadata, None, None, None,
             *[None if t is None else t.data_ptr() for t in tensors], *self.args,
         )  # fmt: skip
 

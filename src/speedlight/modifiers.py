@@ -85,4 +85,4 @@ class Mask(_Modifier):
 
 
 class Bias(_Modifier):
-    """An additive bias as a function, in natural-log units, added after softcap and ALiBi. Arguments as :class:`Mask`."""
+    """An additive bias as a function, in natural-log units, added after softcap and ALiBi; arguments as in Mask."""

@@ -83,7 +83,7 @@ def run_backward(
 
 def _inputs(problem: AttentionProblem, tensors: tuple[Tensor | None, ...]) -> Inputs:
     split = 12 + len(problem.mask_axes)
-    return Inputs(*tensors[:12], tensors[12:split], tensors[split:])  # type: ignore[arg-type]
+    return Inputs(*tensors[:12], tensors[12:split], tensors[split:])  # type: ignore[arg-type, call-arg]
 
 
 class _Attention(torch.autograd.Function):

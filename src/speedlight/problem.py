@@ -247,7 +247,7 @@ def _check_lengths(p: AttentionProblem, inputs: Inputs) -> None:
             if int(cu[0]) != 0 or (lengths < 0).any() or int(cu[-1]) > total:
                 raise ValueError(
                     f"cu_seqlens_{side} must start at 0, never decrease and end at or before the {total} tokens of "
-                    f"{'q' if side == 'q' else 'k'}, got {cu.tolist() if len(cu) <= 16 else str(cu[:16].tolist()) + '...'}"
+                    f"{side}, got {cu[:16].tolist()}{'...' if len(cu) > 16 else ''}"
                 )
             if longest is not None and len(lengths) and int(lengths.max()) > longest:
                 raise ValueError(f"max_seqlen_{side} is {longest}, but a sequence has {int(lengths.max())} tokens")
@@ -282,7 +282,9 @@ def _validate(
     if k.shape[-1] != head_dim:
         raise ValueError(f"k must have q's head dimension {head_dim}, got {k.shape[-1]}")
     if v.shape[:-1] != k.shape[:-1]:
-        raise ValueError(f"v must have k's shape up to the head dimension, {tuple(k.shape[:-1])}, got {tuple(v.shape[:-1])}")
+        raise ValueError(
+            f"v must have k's shape up to the head dimension, {tuple(k.shape[:-1])}, got {tuple(v.shape[:-1])}"
+        )
     if not varlen and k.shape[0] != q.shape[0]:
         raise ValueError(f"k must have q's batch size {q.shape[0]}, got {k.shape[0]}")
     if num_heads_kv == 0 and num_heads == 0:
@@ -312,7 +314,7 @@ def _validate(
             _vector_of_ints(name, t, q)
             if t.shape[0] != batch:
                 raise ValueError(f"{name} must have one entry per sequence, {batch}, got {t.shape[0]}")
-    longest = []
+    longest: list[int | None] = []
     for name, n in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if n is None or isinstance(n, Tensor):
             longest.append(None)  # reading a tensor would synchronise; no result depends on it
@@ -341,13 +343,16 @@ def _validate(
             raise TypeError(f"alibi_slopes must be float32, got {alibi_slopes.dtype}")
         if tuple(alibi_slopes.shape) not in ((num_heads,), (batch, num_heads)):
             raise ValueError(
-                f"alibi_slopes must have shape ({num_heads},) or ({batch}, {num_heads}), got {tuple(alibi_slopes.shape)}"
+                f"alibi_slopes must have shape ({num_heads},) or ({batch}, {num_heads}), "
+                f"got {tuple(alibi_slopes.shape)}"
             )
         alibi_batched = alibi_slopes.dim() == 2
     if sink is not None:
         _tensor("sink", sink, q)
         if tuple(sink.shape) != (num_heads,) or not sink.dtype.is_floating_point:
-            raise ValueError(f"sink must be a float tensor of shape ({num_heads},), got {tuple(sink.shape)} {sink.dtype}")
+            raise ValueError(
+                f"sink must be a float tensor of shape ({num_heads},), got {tuple(sink.shape)} {sink.dtype}"
+            )
 
     scores = (batch, num_heads, max_seqlen_q, max_seqlen_k) if varlen else (batch, num_heads, seqlen_q, seqlen_k)
     bias_spec = mask_spec = None

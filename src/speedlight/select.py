@@ -9,7 +9,7 @@ from types import ModuleType
 
 from .errors import UnsupportedError
 from .problem import AttentionProblem
-from .target import Target, target_of
+from .target import Target, target_of, triton_problem
 
 BACKENDS = ("cpu", "fa1", "fa2")
 # Tried in this order when the caller asks for none. `fa1` is for study and runs only when asked for.
@@ -63,16 +63,13 @@ def choose_for(problem: AttentionProblem, target: Target, requested: str | None)
 def load(name: str, target: Target) -> tuple[ModuleType, str | None]:
     """A backend's module and None, or an empty module and why it cannot run on ``target``. Only here is Triton
     imported."""
-    if name != "cpu":
-        if target.kind == "torch":
-            return ModuleType(name), _why_no_triton(target)
+    if name != "cpu" and target.kind == "torch":
+        return ModuleType(name), _why_no_triton()
     return import_module(f".backends.{name}", __package__), None
 
 
-def _why_no_triton(target: Target) -> str:
-    from .target import triton_problem
-
-    return triton_problem() or "Triton kernels need a GPU (or TRITON_INTERPRET=1 for Triton's interpreter on CPU tensors)"
+def _why_no_triton() -> str:
+    return triton_problem() or "it needs a GPU (or TRITON_INTERPRET=1: Triton's interpreter on CPU tensors)"
 
 
 _warned: set[str] = set()
@@ -83,7 +80,7 @@ def _warn_slow(refused: tuple[tuple[str, str], ...]) -> None:
     if reasons not in _warned:
         _warned.add(reasons)
         warnings.warn(
-            f"speedlight: this problem runs on the GPU through the `cpu` backend's torch operations, which is exact but "
-            f"slow ({reasons}; said once)",
+            f"speedlight: this problem runs on the GPU through the `cpu` backend's torch operations, exact but slow "
+            f"({reasons}; said once)",
             stacklevel=6,
         )

@@ -434,9 +434,11 @@ def run_reference(inputs: CaseInputs, dout: Tensor, dlse: Tensor | None = None) 
     few = [name for name, t in inputs.leaves.items() if t.numel() <= _FEW] if inputs.q.dtype.itemsize == 2 else []
     g = torch.Generator().manual_seed(0)
     for _ in range(_DRAWS if few else 0):
-        # Other signs of whole rows: the same terms, in other sums.
-        signs = (torch.randint(0, 2, dout.shape[:-1], generator=g) * 2 - 1).to(dout.device)
-        *_, errors = draw(dout * signs[..., None], None if dlse is None else dlse * signs.transpose(-1, -2))
+        # Rows times +-0.8 to 1.25: terms of the same size, rounded differently and in other sums.
+        factors = torch.rand(dout.shape[:-1], generator=g) * 0.45 + 0.8
+        factors = (factors * (torch.randint(0, 2, factors.shape, generator=g) * 2 - 1)).to(dout.device)
+        other = (dout * factors[..., None]).to(dout.dtype), None if dlse is None else dlse * factors.transpose(-1, -2)
+        *_, errors = draw(*other)
         for name in few:
             slack[name] = max(slack[name], 2 * errors[name])
 

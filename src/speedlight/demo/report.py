@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,19 @@ from .train import MARKOV_ORDER
 
 METHODS = ("speedlight", "standard")
 SAME_CURVE = 0.01  # bits per nucleotide: a twentieth of the steps between batches, not to be seen in the chart
+NO_BREAK = "\u00a0"
+SMALLEST = 1e-17  # where an error of 0 is drawn on a log axis
 PLACEHOLDERS = {
     "speedlight": "#010203",
     "standard": "#010204",
     "ink": "#010205",
     "muted": "#010206",
     "grid": "#010207",
+    "card": "#010208",
 }
 _STYLE: Any = {
     "svg.fonttype": "none",
-    "font.size": 9.5,
+    "font.size": 10.5,
     "axes.edgecolor": PLACEHOLDERS["grid"],
     "axes.labelcolor": PLACEHOLDERS["muted"],
     "axes.titlecolor": PLACEHOLDERS["ink"],
@@ -101,7 +105,10 @@ def render(results: Results) -> str:
         charts = {
             "loss": _chart(_draw_loss, results, (6.4, 3.9), "Training loss of both methods by step"),
             "clock": _chart(_draw_clock, results, (6.4, 3.9), "Training loss of both methods by training time"),
-            "errors": _chart(_draw_errors, results, (12.6, 2.9), "Largest relative error against fp64"),
+            "errors": {
+                dtype: _chart(partial(_draw_errors, dtype=dtype), results, (6.4, 2.7), f"Largest error in {dtype}")
+                for dtype in dict.fromkeys(row.dtype for row in results.errors)
+            },
             "time": _chart(_draw_time, results, (6.4, 3.6), "Time of one attention layer by sequence length"),
             "memory": _chart(
                 _draw_memory, results, (6.4, 3.6), "Peak memory of one attention layer by sequence length"
@@ -123,7 +130,7 @@ class Summary:
     def __init__(self, results: Results) -> None:
         training = results.training
         self.largest_difference = max(training.differences)
-        self.speedup = training.speedup
+        self.same = self.largest_difference <= SAME_CURVE
         self.speed = compare(training.speedup)
         self.clock = "sooner" if training.speedup >= 1 else "later"
         self.final = {method: run.validation[-1][1] for method, run in training.runs.items()}
@@ -134,11 +141,10 @@ class Summary:
     @property
     def headline(self) -> str:
         """What this run shows, in one line; each half only as far as it is true."""
-        same = self.largest_difference <= SAME_CURVE
-        curve = "The same loss curve" if same else f"Losses within {self.largest_difference:.2f} bits"
-        headline = f"{curve} with {self.speedup:.2g}× the training speed"
+        curve = "The same loss curve" if self.same else f"Losses within {self.largest_difference:.2f} bits"
+        headline = f"{curve}, {self.speed} training"
         if self.memory_ratio and self.common:
-            headline += f" and {self.memory_ratio} memory at {self.common[0].seqlen:,} nucleotides"
+            headline += f", {self.memory_ratio} memory at {self.common[0].seqlen:,} nucleotides"
         return headline
 
     @property
@@ -185,7 +191,9 @@ def memory(value: float | None) -> str:
     """Bytes for a reader: 99.0 MiB, 3.1 GiB."""
     if value is None:
         return "not measurable here"
-    return f"{value / MIB / 1024:.1f} GiB" if value >= 1024 * MIB else f"{value / MIB:.1f} MiB"
+    if value < 1024 * MIB:
+        return f"{value / MIB:.1f}{NO_BREAK}MiB"
+    return f"{value / MIB / 1024:.1f}{NO_BREAK}GiB"
 
 
 def duration(seconds: float) -> str:
@@ -193,8 +201,8 @@ def duration(seconds: float) -> str:
     if math.isnan(seconds):
         return "unknown"
     if seconds < 1:
-        return f"{seconds * 1e3:.1f} ms"
-    return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+        return f"{seconds * 1e3:.1f}{NO_BREAK}ms"
+    return f"{seconds:.{2 if seconds < 10 else 1}f}{NO_BREAK}s"
 
 
 def scientific(value: float) -> str:
@@ -259,12 +267,12 @@ def _colour(method: str) -> dict[str, Any]:
 def _draw_loss(figure: Figure, results: Results) -> None:
     training = results.training
     top, bottom = figure.subplots(2, sharex=True, height_ratios=(3, 1.1))
-    steps = range(1, training.steps + 1)
+    steps = range(training.steps)  # a step's loss is the one before its update, as a validation's
     for method in reversed(METHODS):
         run = training.runs[method]
         top.plot(steps, run.losses, label=f"{NAMES[method]}, training", **_colour(method))
         marks = {"s": 62, "alpha": 0.55} if method == "standard" else {"s": 16}
-        where = [max(step, 1) for step, _ in run.validation]
+        where = [step for step, _ in run.validation]
         top.scatter(
             where,
             [loss for _, loss in run.validation],
@@ -275,10 +283,10 @@ def _draw_loss(figure: Figure, results: Results) -> None:
             label=f"{NAMES[method]}, validation",
             **marks,
         )
-    _level(top, 2.0, "chance: 2 bits")
+    _chance(top)
     _limit_loss(top, training.runs["standard"].losses)
     top.set_ylabel("bits per nucleotide")
-    top.legend(fontsize=8.5, loc="upper right", ncols=2, labelcolor=PLACEHOLDERS["ink"])
+    top.legend(fontsize=9.5, loc="upper right", ncols=2, labelcolor=PLACEHOLDERS["ink"])
     shown = [(step, value) for step, value in zip(steps, training.differences, strict=True) if value > 0]
     if shown:
         bottom.plot(*zip(*shown, strict=True), color=PLACEHOLDERS["ink"], linewidth=1, marker="o", markersize=2)
@@ -304,65 +312,54 @@ def _draw_clock(figure: Figure, results: Results) -> None:
         axes.annotate(
             f"{clock[-1]:.1f} s",
             (clock[-1], run.losses[-1]),
-            xytext=(0, -15),
+            xytext=(7, -3),
             textcoords="offset points",
-            ha="center",
             color=PLACEHOLDERS[method],
             weight="bold",
+            bbox={"facecolor": PLACEHOLDERS["card"], "edgecolor": "none", "pad": 1},
         )
-    _level(axes, 2.0, "chance: 2 bits")
+    _chance(axes)
     _limit_loss(axes, training.runs["standard"].losses)
+    axes.set_xlim(0, 1.12 * max(run.seconds for run in training.runs.values()))  # room for the last label
     axes.set_xlabel("seconds spent in the method's own training steps")
     axes.set_ylabel("bits per nucleotide")
-    axes.legend(fontsize=8.5, labelcolor=PLACEHOLDERS["ink"])
+    axes.legend(fontsize=9.5, labelcolor=PLACEHOLDERS["ink"])
 
 
-def _level(axes: Axes, value: float, text: str) -> None:
-    axes.axhline(value, color=PLACEHOLDERS["muted"], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
-    axes.annotate(
-        text,
-        (0.995, value),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, 3),
-        textcoords="offset points",
-        ha="right",
-        fontsize=8.5,
-        color=PLACEHOLDERS["muted"],
-    )
+def _chance(axes: Axes) -> None:
+    style: dict[str, Any] = {"color": PLACEHOLDERS["muted"], "linewidth": 0.9, "linestyle": (0, (4, 3))}
+    axes.axhline(2.0, **style, zorder=1, label="chance, 2 bits")
 
 
 def _limit_loss(axes: Axes, losses: list[float]) -> None:
-    """Leave room for the legend, and do not let one wild first step flatten the rest."""
+    """Leave room for the legend above the curves."""
     low, high = min([*losses, 2.0]), max([*losses, 2.0])
     axes.set_ylim(low - 0.12 * (high - low), high + 0.25 * (high - low))
 
 
-def _draw_errors(figure: Figure, results: Results) -> None:
-    dtypes = list(dict.fromkeys(row.dtype for row in results.errors))
-    panels = figure.subplots(1, len(dtypes), squeeze=False)[0]
-    for axes, dtype in zip(panels, dtypes, strict=True):
-        rows = [row for row in results.errors if row.dtype == dtype]
-        heights = range(len(rows), 0, -1)
-        for method in reversed(METHODS):
-            values = [max(getattr(row, method), 1e-17) for row in rows]
-            size = 110 if method == "standard" else 44
-            axes.scatter(values, heights, size, PLACEHOLDERS[method], label=NAMES[method], zorder=3, linewidth=0)
-        for row, height in zip(rows, heights, strict=True):
-            pair = [max(row.speedlight, 1e-17), max(row.standard, 1e-17)]
-            axes.plot(pair, [height] * 2, color=PLACEHOLDERS["muted"], linewidth=1, zorder=1)
-        axes.set_xscale("log")
-        _widen(axes, [value for row in rows for value in (row.speedlight, row.standard)])
-        axes.set_yticks(list(heights), [row.tensor for row in rows])
-        axes.set_ylim(0.4, len(rows) + 0.6)
-        axes.set_title(dtype, loc="left", fontsize=10, weight="bold")
-        axes.set_xlabel("largest error ÷ largest value (left is better)")
-        axes.grid(axis="y", visible=False)
-    panels[0].legend(fontsize=8.5, labelcolor=PLACEHOLDERS["ink"], loc="best")
+def _draw_errors(figure: Figure, results: Results, dtype: str) -> None:
+    axes = figure.subplots()
+    rows = [row for row in results.errors if row.dtype == dtype]
+    heights = range(len(rows), 0, -1)
+    for method in reversed(METHODS):
+        values = [max(getattr(row, method), SMALLEST) for row in rows]
+        size = 110 if method == "standard" else 44
+        axes.scatter(values, heights, size, PLACEHOLDERS[method], label=NAMES[method], zorder=3, linewidth=0)
+    for row, height in zip(rows, heights, strict=True):
+        pair = [max(row.speedlight, SMALLEST), max(row.standard, SMALLEST)]
+        axes.plot(pair, [height] * 2, color=PLACEHOLDERS["muted"], linewidth=1, zorder=1)
+    axes.set_xscale("log")
+    _widen(axes, [value for row in rows for value in (row.speedlight, row.standard)])
+    axes.set_yticks(list(heights), [row.tensor for row in rows])
+    axes.set_ylim(0.4, len(rows) + 0.6)
+    axes.set_xlabel("largest error ÷ largest value (left is better)")
+    axes.grid(axis="y", visible=False)
+    axes.legend(fontsize=9.5, labelcolor=PLACEHOLDERS["ink"], loc="best")
 
 
 def _widen(axes: Axes, values: Iterable[float]) -> None:
     """At least whole decades on a log axis, so that near-equal errors look near-equal."""
-    logs = [math.log10(max(value, 1e-17)) for value in values]
+    logs = [math.log10(max(value, SMALLEST)) for value in values]
     axes.set_xlim(10 ** (math.floor(min(logs) - 0.2)), 10 ** (math.ceil(max(logs) + 0.2)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: power_tick(value)))
@@ -370,14 +367,14 @@ def _widen(axes: Axes, values: Iterable[float]) -> None:
 
 def _draw_time(figure: Figure, results: Results) -> None:
     axes = figure.subplots()
-    _lines(axes, results, lambda point: point.seconds)
+    _lines(axes, results, lambda point: point.seconds, base=10)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: duration_tick(value)))
     axes.set_ylabel("forward + backward")
 
 
 def _draw_memory(figure: Figure, results: Results) -> None:
     axes = figure.subplots()
-    _lines(axes, results, lambda point: None if point.peak_bytes is None else point.peak_bytes / MIB)
+    _lines(axes, results, lambda point: None if point.peak_bytes is None else point.peak_bytes / MIB, base=4)
     axes.axhline(results.budget_mib, color=PLACEHOLDERS["ink"], linewidth=1, linestyle=(0, (4, 3)))
     axes.annotate(
         f"budget {memory(results.budget_mib * MIB)}",
@@ -385,7 +382,7 @@ def _draw_memory(figure: Figure, results: Results) -> None:
         xycoords=("axes fraction", "data"),
         xytext=(0, 4),
         textcoords="offset points",
-        fontsize=8.5,
+        fontsize=9.5,
         ha="right",
     )
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: memory_tick(value)))
@@ -394,8 +391,11 @@ def _draw_memory(figure: Figure, results: Results) -> None:
     axes.set_ylim(low, high * 8)  # room for the legend above the budget
 
 
-def _lines(axes: Axes, results: Results, value_of: Callable[[Point], float | None]) -> None:
-    """Both methods on log-log axes: measured points filled, an extrapolated one hollow at the end of a dotted line."""
+def _lines(axes: Axes, results: Results, value_of: Callable[[Point], float | None], base: int) -> None:
+    """Both methods on log-log axes: measured points filled, an extrapolated one hollow at the end of a dotted line.
+
+    The vertical axis has its ticks at powers of `base`.
+    """
     for method in reversed(METHODS):
         points = [(p, v) for p in results.points if p.method == method and (v := value_of(p)) and not math.isnan(v)]
         measured = [(p.seqlen, v) for p, v in points if p.measured]
@@ -419,13 +419,13 @@ def _lines(axes: Axes, results: Results, value_of: Callable[[Point], float | Non
                     label="not run, extrapolated" if method == "standard" else None,
                 )
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    axes.set_yscale("log", base=base)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_locator(NullLocator())
     axes.set_xticks([row["seqlen"] for row in _spaced(scaling_rows(results))])
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.set_xlabel("sequence length in nucleotides")
-    axes.legend(fontsize=8.5, labelcolor=PLACEHOLDERS["ink"], loc="upper left")
+    axes.legend(fontsize=9.5, labelcolor=PLACEHOLDERS["ink"], loc="upper left")
 
 
 def _spaced(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -443,8 +443,8 @@ def duration_tick(seconds: float) -> str:
 
 
 def memory_tick(mib: float) -> str:
-    """10 MiB, 1,000 MiB."""
-    return f"{mib:,.10g} MiB"
+    """4 MiB, 256 MiB, 1 GiB."""
+    return f"{mib:g} MiB" if mib < 1024 else f"{mib / 1024:g} GiB"
 
 
 def power_tick(value: float) -> str:

@@ -29,7 +29,8 @@ def supports(problem: AttentionProblem, target: Target) -> str | None:
     if problem.dtype is torch.float64:
         return "it computes in float32, and the inputs are float64"
     if max(problem.head_dim, problem.head_dim_v) > _MAX_HEAD_DIM:
-        return f"head dimensions above {_MAX_HEAD_DIM} are not supported, got {problem.head_dim} and {problem.head_dim_v}"
+        dims = f"{problem.head_dim} and {problem.head_dim_v}"
+        return f"head dimensions above {_MAX_HEAD_DIM} are not supported, got {dims}"
     if problem.dtype is torch.bfloat16 and target.kind == "cuda" and target.arch == 75:
         return "Turing has no bfloat16 arithmetic"
     for name, used in (

@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 from .common import (
-    LN_2,
     LOG2_E,
     UNLIMITED,
     full_key_range,
@@ -78,7 +77,8 @@ def _accumulate_dkdv(dk, dv, k_j, v_j, q, dout, lse, delta, stride_qm, stride_do
                      seqlen_k, seeing_lo, seeing_hi, left, right, scale, softcap, HEAD_DIM: tl.constexpr,
                      HEAD_DIM_V: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
                      NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-                     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+                     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+                     MASKED: tl.constexpr):  # fmt: skip
     """Add the rows of [start, end) to (dk, dv). Everything is transposed: keys along the first axis."""
     for m in tl.range(start, end, BLOCK_M):
         offs_m = m + tl.arange(0, BLOCK_M)
@@ -110,9 +110,10 @@ def _attn_bwd_dkdv_kernel(
     stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     stride_dob, stride_dom, stride_doh,
     batch, num_heads, seqlen_q, seqlen_k, window_left, window_right, softmax_scale, softcap,
-    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
+    PRECISION: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     left = window_left if HAS_LEFT else UNLIMITED
@@ -159,7 +160,7 @@ def _attn_bwd_dkdv_kernel(
     full_lo = tl.minimum(tl.cdiv(full_lo, BLOCK_M) * BLOCK_M, tl.cdiv(hi, BLOCK_M) * BLOCK_M)
     full_hi = tl.maximum(full_hi // BLOCK_M * BLOCK_M, full_lo)
     ALONE: tl.constexpr = not (HAS_LEFT or HAS_RIGHT or TAIL)
-    for member in range(0, GROUP_SIZE):
+    for member in range(GROUP_SIZE):
         h = hk * GROUP_SIZE + member
         q_h = q + tl.cast(h, tl.int64) * stride_qh
         dout_h = dout + tl.cast(h, tl.int64) * stride_doh
@@ -169,11 +170,12 @@ def _attn_bwd_dkdv_kernel(
             if part == 1 or (part == 0 and HAS_RIGHT) or (part == 2 and (HAS_LEFT or TAIL)):
                 start = lo if part == 0 else (full_lo if part == 1 else full_hi)
                 end = full_lo if part == 0 else (full_hi if part == 1 else hi)
-                for _ in range(0, 1 if ALONE else once(start, end)):
+                for _ in range(1 if ALONE else once(start, end)):
                     dk_j, dv_j = _accumulate_dkdv(
                         dk_j, dv_j, k_j, v_j, q_h, dout_h, lse_h, delta_h, stride_qm, stride_dom, start, end, offs_n,
-                        used_q, used_k, seeing_lo, seeing_hi, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP,
-                        HAS_LEFT, HAS_RIGHT, NEED_DK, NEED_DV, PRECISION, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE, part != 1,
+                        used_q, used_k, seeing_lo, seeing_hi, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V,
+                        SOFTCAP, HAS_LEFT, HAS_RIGHT, NEED_DK, NEED_DV, PRECISION, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
+                        part != 1,
                     )  # fmt: skip
 
     # Keys that no row sees have gradient 0; the weights of padding keys above came from zeros.
@@ -255,7 +257,7 @@ def _attn_bwd_dq_kernel(
     first_lse = (tl.cast(batch_row, tl.int64) * num_heads + h) * lse_rows + q_start
 
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    seen_lo, seen_hi = seen_keys(used_q, used_k, left, right)
+    seen_lo, _ = seen_keys(used_q, used_k, left, right)
     seeing_lo, seeing_hi = seeing_rows(used_q, used_k, left, right)
     q_i = load_tile(q, start_m, stride_qm, seeing_lo, seeing_hi, HEAD_DIM, BLOCK_M, BLOCK_D, WIDE, True)
     do_i = load_tile(dout, start_m, stride_dom, seeing_lo, seeing_hi, HEAD_DIM_V, BLOCK_M, BLOCK_DV, WIDE, True)
@@ -274,7 +276,7 @@ def _attn_bwd_dq_kernel(
         if part == 1 or (part == 0 and HAS_LEFT) or (part == 2 and (HAS_RIGHT or TAIL)):
             start = lo if part == 0 else (full_lo if part == 1 else full_hi)
             end = full_lo if part == 0 else (full_hi if part == 1 else hi)
-            for _ in range(0, 1 if ALONE else once(start, end)):
+            for _ in range(1 if ALONE else once(start, end)):
                 dq_i = _accumulate_dq(
                     dq_i, q_i, do_i, lse_i, delta_i, k, v, stride_kn, stride_vn, start, end, offs_m, used_q, used_k,
                     seen_lo, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, HAS_LEFT, HAS_RIGHT, PRECISION,

@@ -7,7 +7,8 @@ For each block of rows Q_i, over the key blocks j that it can see:
     O = exp(m - m') O + P V_j                      m  = m'
 
 and at the end O / l, lse = m + log l: the division is done once, not per block. Key blocks that no row of Q_i sees are
-skipped; only the blocks in which some pair is hidden pay for a mask. Rows that see nothing end with l = 0: out 0, lse -inf.
+skipped; only the blocks in which some pair is hidden pay for a mask. Rows that see nothing end with l = 0 and get
+out 0, lse -inf.
 
 Shapes: q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, H, Dv), lse (B, H, Sq); varlen without B.
 Source: Dao, "FlashAttention-2" (2023), section 3.1, algorithm 1, and section 3.2 for the parallelism over rows.
@@ -132,7 +133,7 @@ def _attn_fwd_kernel(
 
     lo, hi = key_range(start_m, start_m + BLOCK_M, used_q, used_k, left, right)
     full_lo, full_hi = full_key_range(start_m, start_m + BLOCK_M, used_q, used_k, left, right)
-    seen_lo, seen_hi = seen_keys(used_q, used_k, left, right)
+    seen_lo, _ = seen_keys(used_q, used_k, left, right)
     lo = lo // BLOCK_N * BLOCK_N
     full_lo = tl.minimum(tl.cdiv(full_lo, BLOCK_N) * BLOCK_N, tl.cdiv(hi, BLOCK_N) * BLOCK_N)
     full_hi = tl.maximum(full_hi // BLOCK_N * BLOCK_N, full_lo)
@@ -142,7 +143,7 @@ def _attn_fwd_kernel(
         if part == 1 or (part == 0 and HAS_LEFT) or (part == 2 and (HAS_RIGHT or TAIL)):
             start = lo if part == 0 else (full_lo if part == 1 else full_hi)
             end = full_lo if part == 0 else (full_hi if part == 1 else hi)
-            for _ in range(0, 1 if ALONE else once(start, end)):
+            for _ in range(1 if ALONE else once(start, end)):
                 acc, l_i, m_i = _attend(
                     acc, l_i, m_i, q_i, k, v, stride_kn, stride_vn, start, end, offs_m, used_q, used_k, seen_lo, left,
                     right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, SCALE_FIRST, HAS_LEFT, HAS_RIGHT, PRECISION,

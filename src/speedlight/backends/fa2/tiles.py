@@ -38,7 +38,7 @@ AnyTile = TypeVar("AnyTile", Tile, BwdTile)
 
 @dataclass(frozen=True)
 class Row(Generic[AnyTile]):
-    """The tile for head dimensions up to ``largest``; ``masked`` where the mask is causal or a window, if that differs."""
+    """The tile for head dimensions up to ``largest``; ``masked`` under a causal mask or a window, if that differs."""
 
     largest: int
     tile: AnyTile
