@@ -287,7 +287,9 @@ MIXED = [mixed_case(n) for n in range(40)]
 _FLOAT32 = [*DENSE, *VARLEN, *COMBINED, *MIXED]
 
 _OTHER_DTYPES = (
-    "plain", "odd_lengths", "long", "causal_more_keys", "causal_blind_rows", "window_both", "softcap_causal",
+    "plain", "odd_lengths", "long", "one_query", "causal_more_keys", "causal_blind_rows", "causal_long",
+    "causal_long_blind_rows", "lse_grad_blind_rows", "gqa_long", "heads_9_3", "dim_24_40", "window_both",
+    "softcap_causal",
     "alibi_causal_more_keys", "bias__hqk", "bias_causal_gqa", "mask_bhqk", "mask_fn_heads", "bias_fn_aux",
     "sink_window_gqa", "dropout_gqa_causal", "dim_33", "dim_64", "dim_128", "dim_256", "dim_192_128", "seqused_causal",
     "layout_packed", "layout_heads_first", "lse_grad_gqa_window", "varlen_causal_cross", "varlen_long",

@@ -651,6 +651,9 @@ def test_c87_forward_mode_is_right_or_names_the_way_round():
     t = torch.randn_like(q)
     with pytest.raises(NotImplementedError, match=r"speedlight\.reference\.attention"):
         torch.func.jvp(lambda x: speedlight.attention(x, k, v), (q,), (t,))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="reference"):
+        # Nothing requires grad here; the tangent alone must be noticed, not dropped.
+        speedlight.attention(torch.autograd.forward_ad.make_dual(q, t), k, v)
     _, tangent = torch.func.jvp(lambda x: reference.attention(x, k, v), (q,), (t,))
     step = (reference.attention(q + 1e-6 * t, k, v) - reference.attention(q - 1e-6 * t, k, v)) / 2e-6
     _near(tangent, step, 1e-6)

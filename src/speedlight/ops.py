@@ -38,8 +38,13 @@ def attention(
         return _call_op(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend, **options)
     problem, inputs = describe(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options)
     choice = select.choose(problem, backend)
-    if torch._C._are_functorch_transforms_active() or (torch.is_grad_enabled() and _requires_grad(inputs)):
-        return _Attention.apply(problem, choice.module, *inputs[:12], *inputs.mask_aux, *inputs.bias_aux)
+    arguments = (problem, choice.module, *inputs[:12], *inputs.mask_aux, *inputs.bias_aux)
+    if torch._C._are_functorch_transforms_active():
+        return _Attention.apply(*arguments)
+    if torch.is_grad_enabled() and _requires_grad(inputs):
+        # Function.apply without its preparation for functorch, which inspects the signature anew on every call and
+        # takes longer than all the rest of the call on the host.
+        return super(torch.autograd.Function, _Attention).apply(*arguments)
     return run_forward(problem, choice.module, inputs)
 
 

@@ -54,7 +54,7 @@ def _forward_part(problem: AttentionProblem, inputs: Inputs, part: Part, out: Te
     dtype = problem.lse_dtype
     scores = Scores(problem, inputs, part)
     q, out = _queries(inputs.q, problem, part), _queries(out, problem, part)
-    k = _fold(_keys(inputs.k, problem, part), dtype)
+    kt = _fold(_keys(inputs.k, problem, part), dtype).transpose(1, 2)
     v = _fold(_keys(inputs.v, problem, part), _product_dtype(problem))
     lse = _rows(lse, problem, part)
     sink = None
@@ -62,7 +62,7 @@ def _forward_part(problem: AttentionProblem, inputs: Inputs, part: Part, out: Te
         sink = inputs.sink[part.heads].to(dtype).view(1, *lse.shape[1:3], 1)
         lse.copy_(sink)  # rows that see a key are overwritten below
     lowest = torch.finfo(dtype).min  # finite: a row without keys must not become exp(-inf + inf)
-    buffer = k.new_empty(part.score_count)
+    buffer = _Buffer(kt, part.score_count)
 
     for m_lo, m_hi, tiles in row_blocks(problem, part):
         q_block = _fold(q[:, :, :, m_lo:m_hi], dtype).mul_(problem.softmax_scale * scores.q_unit)
@@ -77,13 +77,16 @@ def _forward_part(problem: AttentionProblem, inputs: Inputs, part: Part, out: Te
 
         for tile in tiles:
             terms = scores.terms(tile)
-            k_tile = _zeroed(k[:, tile.n_lo : tile.n_hi], terms.unseen_keys)
-            v_tile = _zeroed(v[:, tile.n_lo : tile.n_hi], terms.unseen_keys)
-            s = scores.logits(q_block, k_tile, terms, out=_view(buffer, q_block, k_tile))
+            n_lo, n = tile.n_lo, tile.n_hi - tile.n_lo
+            kt_tile, v_tile = kt.narrow(2, n_lo, n), v.narrow(1, n_lo, n)
+            if terms.unseen_keys is not None:
+                kt_tile = kt_tile.masked_fill(terms.unseen_keys.transpose(1, 2), 0)
+                v_tile = v_tile.masked_fill(terms.unseen_keys, 0)
+            s = scores.logits(q_block, kt_tile, terms, buffer.tile(*q_block.shape[:2], n))
             torch.maximum(m_i, s.amax(-1, keepdim=True), out=m_new)
             p = scores.exp_(s, m_new)
             rescale = scores.exp_(m_i, m_new)
-            l_i.mul_(rescale).add_(p.sum(-1, keepdim=True))
+            torch.addcmul(p.sum(-1, keepdim=True), l_i, rescale, out=l_i)
             if terms.keep is not None:
                 scores.by_head(p).mul_(terms.keep)
             _add_product(acc.mul_(rescale), p, v_tile)
@@ -146,7 +149,7 @@ def _backward_part(
     scores = Scores(problem, inputs, part)
     q, out, dout = (_queries(t, problem, part) for t in (inputs.q, out, dout))
     k, v = (_fold(_keys(t, problem, part), dtype) for t in (inputs.k, inputs.v))
-    k_low = k.to(product_dtype)
+    kt, vt, k_low = k.transpose(1, 2), v.transpose(1, 2), k.to(product_dtype)
     lse = _rows(lse, problem, part)
     # out is 0 in rows that see no key, where dout may be NaN; elsewhere a zero adds nothing to the sum.
     delta = (out.to(dtype) * dout.to(dtype)).masked_fill_(out == 0, 0).sum(-1)
@@ -159,8 +162,8 @@ def _backward_part(
 
     needs_ds = any(t is not None for t in (grads.q, grads.k, grads.alibi_slopes, grads.bias))
     dk, dv = (None if t is None else torch.zeros_like(like) for t, like in ((grads.k, k), (grads.v, v)))
-    s_buffer, dp_buffer = k.new_empty(part.score_count), k.new_empty(part.score_count)
-    cap_buffer = k.new_empty(part.score_count) if problem.softcap else None
+    s_buffer, dp_buffer = _Buffer(k, part.score_count), _Buffer(k, part.score_count)
+    cap_buffer = _Buffer(k, part.score_count) if problem.softcap else None
 
     for m_lo, m_hi, tiles in row_blocks(problem, part):
         q_block = _fold(q[:, :, :, m_lo:m_hi], dtype)
@@ -170,27 +173,29 @@ def _backward_part(
         do_block = do_block * problem.keep_scale
         lse_block, delta_block = (_fold(t[..., m_lo:m_hi, None], dtype) for t in (lse, delta))
         lse_block.masked_fill_(lse_block == -math.inf, 0).mul_(scores.unit)
+        block = q_block, q_low, do_block, do_low, delta_block
         dq = torch.zeros_like(q_block)
 
         for tile in tiles:
             terms = scores.terms(tile)
-            keys = slice(tile.n_lo, tile.n_hi)
-            k_tile, k_low_tile, v_tile = (_zeroed(t[:, keys], terms.unseen_keys) for t in (k, k_low, v))
-            q_tile, q_low_tile, do_tile, do_low_tile, delta_tile = (
-                _zeroed(t, terms.blind_rows) for t in (q_block, q_low, do_block, do_low, delta_block)
-            )
-            cap_slope = None if cap_buffer is None else _view(cap_buffer, q_tile, k_tile)
-            s = scores.logits(q_tile, k_tile, terms, _view(s_buffer, q_tile, k_tile), cap_slope)
-            p = scores.exp_(s, lse_block)
+            n_lo, n = tile.n_lo, tile.n_hi - tile.n_lo
+            kt_tile, vt_tile, k_low_tile = kt.narrow(2, n_lo, n), vt.narrow(2, n_lo, n), k_low.narrow(1, n_lo, n)
+            if terms.blind_rows is not None:
+                kt_tile, vt_tile = (t.masked_fill(terms.unseen_keys.transpose(1, 2), 0) for t in (kt_tile, vt_tile))
+                k_low_tile = k_low_tile.masked_fill(terms.unseen_keys, 0)
+                q_block, q_low, do_block, do_low, delta_block = (t.masked_fill(terms.blind_rows, 0) for t in block)
+            shape = *q_block.shape[:2], n
+            cap_slope = None if cap_buffer is None else cap_buffer.tile(*shape)
+            p = scores.exp_(scores.logits(q_block, kt_tile, terms, s_buffer.tile(*shape), cap_slope), lse_block)
             if dv is not None:
-                dropped = p if terms.keep is None else (scores.by_head(p) * terms.keep).view(p.shape)
-                _add_product(dv[:, keys], dropped.to(product_dtype).transpose(1, 2), do_low_tile)
+                dropped = p if terms.keep is None else (scores.by_head(p) * terms.keep).view(shape)
+                _add_product(dv.narrow(1, n_lo, n), dropped.to(product_dtype).transpose(1, 2), do_low)
             if not needs_ds:
                 continue
-            dp = torch.bmm(do_tile, v_tile.transpose(1, 2), out=_view(dp_buffer, q_tile, k_tile))
+            dp = torch.bmm(do_block, vt_tile, out=dp_buffer.tile(*shape))
             if terms.keep is not None:
                 scores.by_head(dp).mul_(terms.keep)
-            ds = dp.sub_(delta_tile).mul_(p)
+            ds = dp.sub_(delta_block).mul_(p)
             scores.back_(ds, terms, tile, grads.alibi_slopes, grads.bias)
             if cap_slope is not None:
                 ds.mul_(cap_slope)
@@ -198,7 +203,7 @@ def _backward_part(
             if grads.q is not None:
                 _add_product(dq, ds, k_low_tile)
             if dk is not None:
-                _add_product(dk[:, keys], ds.transpose(1, 2), q_low_tile)
+                _add_product(dk.narrow(1, n_lo, n), ds.transpose(1, 2), q_low)
 
         if grads.q is not None:
             _unfold(dq.mul_(problem.softmax_scale), _queries(grads.q, problem, part)[:, :, :, m_lo:m_hi])
@@ -206,6 +211,20 @@ def _backward_part(
         _unfold(dk.mul_(problem.softmax_scale), _keys(grads.k, problem, part))
     if dv is not None:
         _unfold(dv.mul_(problem.keep_scale), _keys(grads.v, problem, part))
+
+
+class _Buffer:
+    """Memory for a tile of scores, reused by all tiles of a part."""
+
+    def __init__(self, like: Tensor, count: int):
+        self.memory = like.new_empty(count)
+        self.views: dict[tuple[int, ...], Tensor] = {}
+
+    def tile(self, *shape: int) -> Tensor:
+        view = self.views.get(shape)
+        if view is None:
+            view = self.views[shape] = self.memory[: math.prod(shape)].view(shape)
+        return view
 
 
 def _product_dtype(problem: AttentionProblem) -> torch.dtype:
@@ -221,16 +240,6 @@ def _add_product(acc: Tensor, a: Tensor, b: Tensor) -> None:
         torch.baddbmm(acc, a, b, out=acc)
     else:
         acc.add_(torch.bmm(a.to(b.dtype), b))
-
-
-def _zeroed(t: Tensor, where: Tensor | None) -> Tensor:
-    return t if where is None else t.masked_fill(where, 0)
-
-
-def _view(buffer: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """The start of a buffer as the tile (pairs, rows, n) of q by k."""
-    shape = q.shape[0], q.shape[1], k.shape[1]
-    return buffer[: math.prod(shape)].view(shape)
 
 
 def _queries(t: Tensor, problem: AttentionProblem, part: Part) -> Tensor:

@@ -14,7 +14,7 @@ from .ranges import UNLIMITED, full_key_range, key_range, seeing_rows
 
 # A tile of scores is written once and read several times, so a thread's share of it must stay in the core's L2 cache:
 # three times the speed of larger tiles (Xeon with 2 MiB of L2 a core, torch 2.13, 2026-11-30).
-SCORE_BYTES_PER_THREAD = 512 * 1024
+SCORE_BYTES_PER_THREAD = 1024 * 1024
 SCORE_BYTES_ON_GPU = 64 * 1024 * 1024
 BLOCK_ROWS = 256  # rows of one matrix product: block_m for each query head that shares a K/V head
 BLOCK_N = 512

@@ -30,6 +30,9 @@ class Terms(NamedTuple):
     unseen_keys: Tensor | None = None  # (pairs, n, 1)
 
 
+NO_TERMS = Terms()
+
+
 class Scores:
     """The modifiers of one part.
 
@@ -91,7 +94,7 @@ class Scores:
         p = self.problem
         window = None if tile.full else self._outside_window(tile)
         if self.window_only:
-            return Terms(hidden=window)
+            return NO_TERMS if window is None else Terms(hidden=window)
 
         i = torch.arange(tile.m_lo, tile.m_hi, device=p.device).view(1, 1, -1, 1)
         j = torch.arange(tile.n_lo, tile.n_hi, device=p.device).view(1, 1, 1, -1)
@@ -159,18 +162,20 @@ class Scores:
         unseen = hidden.all(2).expand(batch, heads, n).reshape(part.pairs, group, n).all(1)
         return blind, unseen[:, :, None]
 
-    def logits(self, q: Tensor, k: Tensor, terms: Terms, out: Tensor, cap_slope: Tensor | None = None) -> Tensor:
-        """q (pairs, rows, D), which carries softmax_scale * q_unit, times k (pairs, n, D), modified; hidden ones -inf.
+    def logits(self, q: Tensor, kt: Tensor, terms: Terms, out: Tensor, cap_slope: Tensor | None = None) -> Tensor:
+        """q (pairs, rows, D), which carries softmax_scale * q_unit, times kt (pairs, D, n), modified; hidden ones -inf.
 
         ``cap_slope`` receives the derivative of the softcap.
         """
-        s = torch.bmm(q, k.transpose(1, 2), out=out)
-        by_head = self.by_head(s)
+        s = torch.bmm(q, kt, out=out)
         if self.problem.softcap:
             s.tanh_()
             if cap_slope is not None:
                 torch.mul(s, s, out=cap_slope).neg_().add_(1.0)
             s.mul_(self.problem.softcap * self.unit)
+        if terms is NO_TERMS:
+            return s
+        by_head = self.by_head(s)
         if terms.distance is not None:
             by_head.addcmul_(self.slopes, terms.distance, value=-self.unit)
         if terms.bias is not None:

@@ -51,15 +51,15 @@ def _attn_fwd_kernel(
     q, k, v, o, l, m,
     stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     num_heads, seqlen_q, seqlen_k, softmax_scale,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     b = tl.cast(tl.program_id(0) // num_heads, tl.int64)
     h = tl.cast(tl.program_id(0) % num_heads, tl.int64)
     q += b * stride_qb + h * stride_qh
-    k += b * stride_kb + h * stride_kh
-    v += b * stride_vb + h * stride_vh
+    k += b * stride_kb + h // GROUP_SIZE * stride_kh
+    v += b * stride_vb + h // GROUP_SIZE * stride_vh
     o += (b * seqlen_q * num_heads + h) * HEAD_DIM_V
     l += (b * num_heads + h) * seqlen_q
     m += (b * num_heads + h) * seqlen_q
@@ -74,7 +74,6 @@ def _attn_fwd_kernel(
         for start in range(lo // BLOCK_M * BLOCK_M, hi, BLOCK_M):
             offs_m = start + tl.arange(0, BLOCK_M)
             q_i = load_tile(q, start, stride_qm, 0, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_D, WIDE, True)
-            o_i = load_tile(o, start, stride_om, 0, seqlen_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, WIDE, True)
             l_i = tl.load(l + offs_m, mask=offs_m < seqlen_q, other=0.0)
             m_i = tl.load(m + offs_m, mask=offs_m < seqlen_q, other=0.0)
 
@@ -91,6 +90,7 @@ def _attn_fwd_kernel(
             beta = tl.exp2(m_block - m_safe)
             l_new = alpha + beta * tl.sum(p, 1)
             l_safe = tl.where(l_new == 0, 1.0, l_new)
+            o_i = load_tile(o, start, stride_om, 0, seqlen_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, WIDE, True)
             pv = tl.dot(p.to(v_j.dtype), v_j, input_precision=PRECISION)
             o_i = o_i * (alpha / l_safe)[:, None] + pv * (beta / l_safe)[:, None]
 
@@ -109,20 +109,17 @@ def _attn_bwd_kernel(
     stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     stride_dob, stride_dom, stride_doh, stride_dlb, stride_dlh, stride_dlm,
     num_heads, seqlen_q, seqlen_k, softmax_scale,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    b = tl.cast(tl.program_id(0) // num_heads, tl.int64)
-    h = tl.cast(tl.program_id(0) % num_heads, tl.int64)
-    q += b * stride_qb + h * stride_qh
-    k += b * stride_kb + h * stride_kh
-    v += b * stride_vb + h * stride_vh
-    dout += b * stride_dob + h * stride_doh
-    out += (b * seqlen_q * num_heads + h) * HEAD_DIM_V
-    lse += (b * num_heads + h) * seqlen_q
+    num_heads_kv = num_heads // GROUP_SIZE
+    b = tl.cast(tl.program_id(0) // num_heads_kv, tl.int64)
+    hk = tl.cast(tl.program_id(0) % num_heads_kv, tl.int64)
+    k += b * stride_kb + hk * stride_kh
+    v += b * stride_vb + hk * stride_vh
     stride_om = num_heads * HEAD_DIM_V
-    stride_dm = num_heads * HEAD_DIM
+    stride_dqm = num_heads * HEAD_DIM
     right = 0 if CAUSAL else UNLIMITED
     # Rows that see nothing load as zeros: a NaN there would survive the product with a weight of 0.
     first, _ = seeing_rows(seqlen_q, seqlen_k, UNLIMITED, right)
@@ -134,43 +131,52 @@ def _attn_bwd_kernel(
         dv_j = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         offs_n = n + tl.arange(0, BLOCK_N)
         lo, hi = query_range(n, n + BLOCK_N, seqlen_q, seqlen_k, UNLIMITED, right)
-        for start in range(lo // BLOCK_M * BLOCK_M, hi, BLOCK_M):
-            offs_m = start + tl.arange(0, BLOCK_M)
-            inside = (offs_m >= first) & (offs_m < seqlen_q)
-            q_i = load_tile(q, start, stride_qm, first, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_D, WIDE, True)
-            do_i = load_tile(dout, start, stride_dom, first, seqlen_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, WIDE, True)
-            lse_i = tl.load(lse + offs_m, mask=inside, other=0.0)
+        for member in range(0, GROUP_SIZE):
+            h = hk * GROUP_SIZE + member
+            q_h = q + b * stride_qb + h * stride_qh
+            out_h = out + (b * seqlen_q * num_heads + h) * HEAD_DIM_V
+            dout_h = dout + b * stride_dob + h * stride_doh
+            row_h = (b * num_heads + h) * seqlen_q
+            for start in range(lo // BLOCK_M * BLOCK_M, hi, BLOCK_M):
+                offs_m = start + tl.arange(0, BLOCK_M)
+                inside = (offs_m >= first) & (offs_m < seqlen_q)
+                q_i = load_tile(q_h, start, stride_qm, first, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_D, WIDE, True)
+                do_i = load_tile(dout_h, start, stride_dom, first, seqlen_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, WIDE, True)
+                lse_i = tl.load(lse + row_h + offs_m, mask=inside, other=0.0)
 
-            # Transposed, keys along the first axis: P^T and dS^T are then left operands straight from registers.
-            s_t = tl.dot(k_j, tl.trans(q_i), input_precision=PRECISION) * (softmax_scale * LOG2_E)
-            p_t = tl.exp2(s_t - (lse_i * LOG2_E)[None, :])
-            if MASKED:
-                ok = visible(offs_m[None, :], offs_n[:, None], seqlen_q, seqlen_k, 0, 0, False, CAUSAL)
-                p_t = tl.where(ok, p_t, 0.0)
-            if dv is not None:
-                dv_j = tl.dot(p_t.to(do_i.dtype), do_i, dv_j, input_precision=PRECISION)
-            if dq is not None or dk is not None:
-                o_i = load_tile(out, start, stride_om, first, seqlen_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, WIDE, True)
-                delta_i = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), 1)
-                if dlse is not None:
-                    row = dlse + b * stride_dlb + h * stride_dlh + offs_m.to(tl.int64) * stride_dlm
-                    delta_i -= tl.load(row, mask=inside, other=0.0)
-                dp_t = tl.dot(v_j, tl.trans(do_i), input_precision=PRECISION)
-                ds_t = (p_t * (dp_t - delta_i[None, :])).to(q_i.dtype)
-                if dk is not None:
-                    dk_j = tl.dot(ds_t, q_i, dk_j, input_precision=PRECISION)
-                if dq is not None:
-                    dq_bh = dq + (b * seqlen_q * num_heads + h) * HEAD_DIM
-                    dq_i = load_tile(dq_bh, start, stride_dm, 0, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_D, WIDE, True)
-                    dq_i += tl.dot(tl.trans(ds_t), k_j, input_precision=PRECISION) * softmax_scale
-                    tl.debug_barrier()  # as in the forward
-                    store_tile(dq_bh, start, stride_dm, seqlen_q, dq_i, HEAD_DIM, BLOCK_M, BLOCK_D, WIDE)
+                if dq is not None or dk is not None:
+                    o_i = load_tile(out_h, start, stride_om, first, seqlen_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, WIDE, True)
+                    delta_i = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), 1)
+                    if dlse is not None:
+                        place = b * stride_dlb + h * stride_dlh + offs_m.to(tl.int64) * stride_dlm
+                        delta_i -= tl.load(dlse + place, mask=inside, other=0.0)
+
+                # Transposed, keys along the first axis: P^T and dS^T are then left operands straight from registers.
+                s_t = tl.dot(k_j, tl.trans(q_i), input_precision=PRECISION) * (softmax_scale * LOG2_E)
+                p_t = tl.exp2(s_t - (lse_i * LOG2_E)[None, :])
+                if MASKED:
+                    ok = visible(offs_m[None, :], offs_n[:, None], seqlen_q, seqlen_k, 0, 0, False, CAUSAL)
+                    p_t = tl.where(ok, p_t, 0.0)
+                if dv is not None:
+                    dv_j = tl.dot(p_t.to(do_i.dtype), do_i, dv_j, input_precision=PRECISION)
+                if dq is not None or dk is not None:
+                    dp_t = tl.dot(v_j, tl.trans(do_i), input_precision=PRECISION)
+                    ds_t = (p_t * (dp_t - delta_i[None, :])).to(q_i.dtype)
+                    if dk is not None:
+                        dk_j = tl.dot(ds_t, q_i, dk_j, input_precision=PRECISION)
+                    if dq is not None:
+                        dq_h = dq + (b * seqlen_q * num_heads + h) * HEAD_DIM
+                        dq_i = load_tile(dq_h, start, stride_dqm, 0, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_D, WIDE, True)
+                        dq_i += tl.dot(tl.trans(ds_t), k_j, input_precision=PRECISION) * softmax_scale
+                        tl.debug_barrier()  # as in the forward
+                        store_tile(dq_h, start, stride_dqm, seqlen_q, dq_i, HEAD_DIM, BLOCK_M, BLOCK_D, WIDE)
+        row_hk = b * seqlen_k * num_heads_kv + hk
         if dk is not None:
-            dk_bh = dk + (b * seqlen_k * num_heads + h) * HEAD_DIM
-            store_tile(dk_bh, n, stride_dm, seqlen_k, dk_j * softmax_scale, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
+            stride = num_heads_kv * HEAD_DIM
+            store_tile(dk + row_hk * HEAD_DIM, n, stride, seqlen_k, dk_j * softmax_scale, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
         if dv is not None:
-            dv_bh = dv + (b * seqlen_k * num_heads + h) * HEAD_DIM_V
-            store_tile(dv_bh, n, stride_om, seqlen_k, dv_j, HEAD_DIM_V, BLOCK_N, BLOCK_DV, WIDE)
+            stride = num_heads_kv * HEAD_DIM_V
+            store_tile(dv + row_hk * HEAD_DIM_V, n, stride, seqlen_k, dv_j, HEAD_DIM_V, BLOCK_N, BLOCK_DV, WIDE)
         tl.debug_barrier()  # as in the forward
 
 
@@ -201,8 +207,6 @@ def supports(problem: AttentionProblem, target: Target) -> str | None:
         return "Turing has no bfloat16 arithmetic"
     if max(problem.head_dim, problem.head_dim_v) > _MAX_HEAD_DIM:
         return f"head dimensions above {_MAX_HEAD_DIM} are not supported, got {problem.head_dim} and {problem.head_dim_v}"
-    if problem.num_heads != problem.num_heads_kv:
-        return f"grouped heads are not in the 2022 paper, and q has {problem.num_heads} for k's {problem.num_heads_kv}"
     for name, used in (
         ("varlen", problem.varlen),
         ("seqused_q", problem.seqused_q),
@@ -256,14 +260,14 @@ def backward(
 
 def forward_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], tile: Tile) -> Launch:
     q, k, v = tensors[:3]
-    return _record(_attn_fwd_kernel, problem, tensors, tile, _strides(q=q, k=k, v=v))
+    return _record(_attn_fwd_kernel, problem.num_heads, problem, tensors, tile, _strides(q=q, k=k, v=v))
 
 
 def backward_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], tile: Tile) -> Launch:
     q, k, v, _, dout, _, dlse = tensors[:7]
     strides = (0, 0, 0) if dlse is None else dlse.stride()
     args = {**_strides(q=q, k=k, v=v, do=dout), **dict(zip(("stride_dlb", "stride_dlh", "stride_dlm"), strides, strict=True))}
-    return _record(_attn_bwd_kernel, problem, tensors, tile, args)
+    return _record(_attn_bwd_kernel, problem.num_heads_kv, problem, tensors, tile, args)
 
 
 def _strides(**tensors: Tensor | None) -> dict[str, int]:
@@ -276,7 +280,7 @@ def _strides(**tensors: Tensor | None) -> dict[str, int]:
 
 
 def _record(
-    kernel: Any, problem: AttentionProblem, tensors: tuple[Tensor | None, ...], tile: Tile, strides: dict[str, int]
+    kernel: Any, heads: int, problem: AttentionProblem, tensors: tuple[Tensor | None, ...], tile: Tile, strides: dict[str, int]
 ) -> Launch:
     # Offsets within a tile are 32-bit unless some row stride is so long that a tile spans 2^31 elements.
     longest = max(t.stride(1) for t in tensors if t is not None and t.dim() == 4)
@@ -286,6 +290,7 @@ def _record(
         "seqlen_q": problem.seqlen_q,
         "seqlen_k": problem.seqlen_k,
         "softmax_scale": problem.softmax_scale,
+        "GROUP_SIZE": problem.group_size,
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
         "CAUSAL": problem.causal,
@@ -297,4 +302,4 @@ def _record(
         "BLOCK_D": block_dim(problem.head_dim),
         "BLOCK_DV": block_dim(problem.head_dim_v),
     }
-    return Launch(kernel, (problem.batch * problem.num_heads,), tensors, args, tile.num_warps, tile.num_stages)
+    return Launch(kernel, (problem.batch * heads,), tensors, args, tile.num_warps, tile.num_stages)

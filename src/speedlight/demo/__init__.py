@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from . import measure
@@ -84,8 +85,9 @@ def run(settings: Settings, console: Console) -> Results:
     prepare_folder(settings.out)
     budget_mib = settings.budget_mib or (CUDA_BUDGET_MIB if device.type == "cuda" else CPU_BUDGET_MIB)
     machine = describe_machine(device, dtype)
-    console.print(f"[bold]Genome[/]   {genome.name}, {genome.length:,} bp, {genome.gc:.1%} GC", highlight=False)
-    console.print(f"[bold]Machine[/]  {machine['device']}, torch {machine['torch']}", highlight=False)
+    about_genome = f"{genome.name}, {genome.length:,} bp, {genome.gc:.1%} GC"  # names may hold [brackets]
+    console.print(f"[bold]Genome[/]   {escape(about_genome)}", highlight=False)
+    console.print(f"[bold]Machine[/]  {escape(machine['device'])}, torch {machine['torch']}", highlight=False)
 
     with _progress(console) as progress:
         job = Job(settings, genome, device, dtype, budget_mib, clock, progress)
@@ -109,7 +111,7 @@ def run(settings: Settings, console: Console) -> Results:
     )
     results = replace(results, report=report.write(results, settings.out))
     console.print(report.table(results))
-    console.print(f"Report: {results.report}", highlight=False, soft_wrap=True)
+    console.print(f"Report: {results.report}", highlight=False, markup=False, soft_wrap=True)
     return results
 
 
@@ -199,7 +201,7 @@ def _progress(console: Console) -> Progress:
         BarColumn(bar_width=16),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}", style="dim"),
+        TextColumn("{task.fields[note]}", style="dim", markup=False),
         console=console,
     )
 
@@ -273,4 +275,5 @@ def _scale(job: Job, config: ModelConfig) -> list[Point]:
     problem = measure.Problem(config.heads, config.head_dim, dtype, str(job.device), threads)
     asked = job.settings.seconds
     left = TOTAL_SHARE * asked - (time.monotonic() - job.started)
-    return measure.scale(problem, lengths, job.budget_mib * MIB, min(SCALE_SHARE * asked, left), on_point)
+    seconds = min(SCALE_SHARE * asked, max(left, asked / 2))
+    return measure.scale(problem, lengths, job.budget_mib * MIB, seconds, on_point)

@@ -19,7 +19,8 @@ from .model import METHODS, Attend, ModelConfig, NucleotideModel
 
 LEARNING_RATE = 1e-3
 VALIDATION_SHARE = 0.1
-MAX_VALIDATION_WINDOWS = 8
+MAX_VALIDATION_WINDOWS = 4
+VALIDATIONS = 4
 MIN_STEPS, MAX_STEPS = 6, 2_000
 MARKOV_ORDER = 3
 NATS_TO_BITS = 1 / math.log(2)
@@ -202,7 +203,7 @@ def train_both(
     # A machine that became slow after the calibration must not make the demo endless.
     deadline = time.monotonic() + 1.5 * seconds
     for step in range(steps):
-        if step % max(steps // 4, 1) == 0:
+        if step % math.ceil(steps / VALIDATIONS) == 0:
             _validate(trainers, held_out)
         window, learning_rate = windows.sample(), LEARNING_RATE * _schedule(step, steps)
         for trainer in trainers.values():

@@ -49,6 +49,11 @@ def describe_tile(problem: AttentionProblem, target: Target) -> str:
     return f"forward {forward_tile(problem, target)}, backward {backward_tile(problem, target)}"
 
 
+def vectorised(problem: AttentionProblem, tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether rows of all 3-D and 4-D tensors start on 16 bytes, so that tiles load 16 bytes at a time."""
+    return _unit(problem, tensors) > 1 and all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
+
+
 def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     q, k, v = inputs[:3]
     out = q.new_empty((*q.shape[:-1], problem.head_dim_v))
@@ -56,9 +61,11 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     tensors = (q, k, v, out, lse, *inputs[3:7])
     key = ("fa2.forward", problem, q.stride(), k.stride(), v.stride())
     device = problem.device
-    launch.run(
-        key, device, tensors, lambda: forward_launch(problem, tensors, forward_tile(problem, target_of(device)))
-    )
+
+    def tile() -> Tile:
+        return forward_tile(problem, target_of(device), vectorised(problem, (q, k, v)))
+
+    launch.run(key, device, tensors, lambda: forward_launch(problem, tensors, tile()))
     return out, lse
 
 
@@ -77,7 +84,7 @@ def backward(
     device = problem.device
 
     def tile() -> BwdTile:
-        return backward_tile(problem, target_of(device))
+        return backward_tile(problem, target_of(device), vectorised(problem, (q, k, v, dout)))
 
     delta = None
     if needs.q or needs.k:
@@ -95,20 +102,21 @@ def backward(
     return Grads(dq, dk, dv)
 
 
-# Launch records. Tensors may be on the meta device: nothing here reads a value or an address.
+# Launch records. Tensors may be on the meta device: nothing here reads a value.
 
 
 def forward_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], tile: Tile) -> Launch:
     q, k, v = tensors[:3]
+    unit = _unit(problem, (q, k, v))
     kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     args = {
-        **_strides(problem, q=q, k=k, v=v),
+        **_strides(problem, unit, q=q, k=k, v=v),
         **_sizes(problem),
         "group_size": problem.group_size,
         "heads_together": max(1, min(_L2_BYTES // max(kv_bytes, 1), problem.batch * problem.num_heads)),
         "SCALE_FIRST": problem.softcap > 0 or problem.softmax_scale <= 0,
         "TAIL": _ragged(problem, problem.seqlen_k, tile.block_n),
-        **_tile_args(problem, tile, tensors[:4]),
+        **_tile_args(problem, tile, tensors[:4], unit),
     }
     grid = _tiles(problem, problem.seqlen_q, tile.block_m) * problem.num_heads
     return _record(_attn_fwd_kernel, grid, tensors, args, tile)
@@ -120,7 +128,7 @@ def delta_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...]) 
     names = ("stride_dlb", "stride_dlh", "stride_dlm")
     dlse_strides = (0, 0, 0) if dlse is None else ((0, *dlse.stride()) if problem.varlen else dlse.stride())
     args = {
-        **_strides(problem, do=dout),
+        **_strides(problem, 1, do=dout),
         **dict(zip(names, dlse_strides, strict=True)),
         "num_heads": problem.num_heads,
         "seqlen_q": problem.seqlen_q,
@@ -135,15 +143,16 @@ def delta_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...]) 
 
 def dkdv_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], tile: Tile) -> Launch:
     q, k, v, dout = tensors[:4]
+    unit = _unit(problem, (q, k, v, dout))
     args = {
-        **_strides(problem, q=q, k=k, v=v, do=dout),
+        **_strides(problem, unit, q=q, k=k, v=v, do=dout),
         **_sizes(problem),
         # A compile-time count: with one query head per K/V head the loop over the group vanishes, and its registers.
         "GROUP_SIZE": problem.group_size,
         "NEED_DK": tensors[6] is not None,
         "NEED_DV": tensors[7] is not None,
         "TAIL": _ragged(problem, problem.seqlen_q, tile.block_m),
-        **_tile_args(problem, tile, tensors[:8]),
+        **_tile_args(problem, tile, tensors[:8], unit),
     }
     grid = _tiles(problem, problem.seqlen_k, tile.block_n) * problem.num_heads_kv
     return _record(_attn_bwd_dkdv_kernel, grid, tensors, args, tile)
@@ -151,26 +160,35 @@ def dkdv_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], t
 
 def dq_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], tile: Tile) -> Launch:
     q, k, v, dout = tensors[:4]
+    unit = _unit(problem, (q, k, v, dout))
     args = {
-        **_strides(problem, q=q, k=k, v=v, do=dout),
+        **_strides(problem, unit, q=q, k=k, v=v, do=dout),
         **_sizes(problem),
         "group_size": problem.group_size,
         "TAIL": _ragged(problem, problem.seqlen_k, tile.block_n),
-        **_tile_args(problem, tile, tensors[:7]),
+        **_tile_args(problem, tile, tensors[:7], unit),
     }
     grid = _tiles(problem, problem.seqlen_q, tile.block_m) * problem.num_heads
     return _record(_attn_bwd_dq_kernel, grid, tensors, args, tile)
 
 
-def _strides(problem: AttentionProblem, **tensors: Tensor | None) -> dict[str, int]:
-    """stride_<name><axis> in elements, the batch stride 0 in varlen. Rows are axis m for queries, n for keys."""
+def _unit(problem: AttentionProblem, tensors: tuple[Tensor | None, ...]) -> int:
+    """Elements in which strides are counted: as many as fill 16 bytes if all strides are such multiples, else 1."""
+    unit = 16 // problem.dtype.itemsize
+    strides = [s for t in tensors if t is not None and t.dim() >= 3 for s in t.stride()[:-1]]
+    dims = [problem.head_dim, problem.head_dim_v]
+    return unit if all(n % unit == 0 for n in strides + dims) else 1
+
+
+def _strides(problem: AttentionProblem, unit: int, **tensors: Tensor | None) -> dict[str, int]:
+    """stride_<name><axis> in units, the batch stride 0 in varlen. Rows are axis m for queries, n for keys."""
     strides = {}
     for name, t in tensors.items():
         assert t is not None
         batch, row, head = (0, *t.stride()[:2]) if problem.varlen else t.stride()[:3]
-        strides[f"stride_{name}b"] = batch
-        strides[f"stride_{name}{'n' if name in 'kv' else 'm'}"] = row
-        strides[f"stride_{name}h"] = head
+        strides[f"stride_{name}b"] = batch // unit
+        strides[f"stride_{name}{'n' if name in 'kv' else 'm'}"] = row // unit
+        strides[f"stride_{name}h"] = head // unit
     return strides
 
 
@@ -187,7 +205,9 @@ def _sizes(problem: AttentionProblem) -> dict[str, Any]:
     }
 
 
-def _tile_args(problem: AttentionProblem, tile: Tile, tensors: tuple[Tensor | None, ...]) -> dict[str, Any]:
+def _tile_args(
+    problem: AttentionProblem, tile: Tile, tensors: tuple[Tensor | None, ...], unit: int
+) -> dict[str, Any]:
     # Offsets within a tile are 32-bit unless some row stride is so long that a tile spans 2^31 elements.
     longest = max(t.stride(-3) for t in tensors if t is not None and t.dim() >= 3)
     return {
@@ -197,6 +217,7 @@ def _tile_args(problem: AttentionProblem, tile: Tile, tensors: tuple[Tensor | No
         "HAS_RIGHT": problem.window_right is not None,
         "SOFTCAP": problem.softcap > 0,
         "PRECISION": problem.fp32_precision,
+        "UNIT": unit,
         "WIDE": longest * max(tile.block_m, tile.block_n) >= 2**31,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,

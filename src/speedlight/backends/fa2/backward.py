@@ -77,16 +77,16 @@ def _accumulate_dkdv(dk, dv, k_j, v_j, q, dout, lse, delta, stride_qm, stride_do
                      seqlen_k, seeing_lo, seeing_hi, left, right, scale, softcap, HEAD_DIM: tl.constexpr,
                      HEAD_DIM_V: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
                      NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-                     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+                     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
                      MASKED: tl.constexpr):  # fmt: skip
     """Add the rows of [start, end) to (dk, dv). Everything is transposed: keys along the first axis."""
     for m in tl.range(start, end, BLOCK_M):
         offs_m = m + tl.arange(0, BLOCK_M)
         # Rows that see nothing load as zeros: a NaN there would survive the product with a weight of 0.
-        q_i = load_tile(q, m, stride_qm, seeing_lo, seeing_hi, HEAD_DIM, BLOCK_M, BLOCK_D, WIDE, MASKED)
+        q_i = load_tile(q, m, stride_qm, seeing_lo, seeing_hi, HEAD_DIM, BLOCK_M, BLOCK_D, UNIT, WIDE, MASKED)
         lse_i = load_row(lse, offs_m, seqlen_q, MASKED)
         s_t = score(tl.dot(k_j, tl.trans(q_i), input_precision=PRECISION), scale, softcap, SOFTCAP)
-        do_i = load_tile(dout, m, stride_dom, seeing_lo, seeing_hi, HEAD_DIM_V, BLOCK_M, BLOCK_DV, WIDE, MASKED)
+        do_i = load_tile(dout, m, stride_dom, seeing_lo, seeing_hi, HEAD_DIM_V, BLOCK_M, BLOCK_DV, UNIT, WIDE, MASKED)
         if NEED_DK:  # before the exponentials, which then run beside it
             dp_t = tl.dot(v_j, tl.trans(do_i), input_precision=PRECISION)
         p_t = tl.exp2(s_t - (lse_i * LOG2_E)[None, :])
@@ -112,7 +112,7 @@ def _attn_bwd_dkdv_kernel(
     batch, num_heads, seqlen_q, seqlen_k, window_left, window_right, softmax_scale, softcap,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
-    PRECISION: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, TAIL: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -137,19 +137,19 @@ def _attn_bwd_dkdv_kernel(
 
     start_n = block * BLOCK_N
     batch_row = b if cu_seqlens_q is None else 0
-    q += tl.cast(batch_row, tl.int64) * stride_qb + tl.cast(q_start, tl.int64) * stride_qm
-    dout += tl.cast(batch_row, tl.int64) * stride_dob + tl.cast(q_start, tl.int64) * stride_dom
-    k += tl.cast(batch_row, tl.int64) * stride_kb + tl.cast(hk, tl.int64) * stride_kh
-    k += tl.cast(k_start, tl.int64) * stride_kn
-    v += tl.cast(batch_row, tl.int64) * stride_vb + tl.cast(hk, tl.int64) * stride_vh
-    v += tl.cast(k_start, tl.int64) * stride_vn
+    q += tl.cast(batch_row, tl.int64) * stride_qb * UNIT + tl.cast(q_start, tl.int64) * stride_qm * UNIT
+    dout += tl.cast(batch_row, tl.int64) * stride_dob * UNIT + tl.cast(q_start, tl.int64) * stride_dom * UNIT
+    k += tl.cast(batch_row, tl.int64) * stride_kb * UNIT + tl.cast(hk, tl.int64) * stride_kh * UNIT
+    k += tl.cast(k_start, tl.int64) * stride_kn * UNIT
+    v += tl.cast(batch_row, tl.int64) * stride_vb * UNIT + tl.cast(hk, tl.int64) * stride_vh * UNIT
+    v += tl.cast(k_start, tl.int64) * stride_vn * UNIT
     first_lse = tl.cast(batch_row, tl.int64) * num_heads * lse_rows + q_start
 
     offs_n = start_n + tl.arange(0, BLOCK_N)
     seen_lo, seen_hi = seen_keys(used_q, used_k, left, right)
     seeing_lo, seeing_hi = seeing_rows(used_q, used_k, left, right)
-    k_j = load_tile(k, start_n, stride_kn, seen_lo, used_k, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE, True)
-    v_j = load_tile(v, start_n, stride_vn, seen_lo, used_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, WIDE, True)
+    k_j = load_tile(k, start_n, stride_kn, seen_lo, used_k, HEAD_DIM, BLOCK_N, BLOCK_D, UNIT, WIDE, True)
+    v_j = load_tile(v, start_n, stride_vn, seen_lo, used_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, UNIT, WIDE, True)
     dk_j = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_j = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     scale = softmax_scale if SOFTCAP else softmax_scale * LOG2_E
@@ -162,8 +162,8 @@ def _attn_bwd_dkdv_kernel(
     ALONE: tl.constexpr = not (HAS_LEFT or HAS_RIGHT or TAIL)
     for member in range(GROUP_SIZE):
         h = hk * GROUP_SIZE + member
-        q_h = q + tl.cast(h, tl.int64) * stride_qh
-        dout_h = dout + tl.cast(h, tl.int64) * stride_doh
+        q_h = q + tl.cast(h, tl.int64) * stride_qh * UNIT
+        dout_h = dout + tl.cast(h, tl.int64) * stride_doh * UNIT
         lse_h = lse + first_lse + tl.cast(h, tl.int64) * lse_rows
         delta_h = delta + first_lse + tl.cast(h, tl.int64) * lse_rows
         for part in tl.static_range(3):  # as in the forward
@@ -174,8 +174,8 @@ def _attn_bwd_dkdv_kernel(
                     dk_j, dv_j = _accumulate_dkdv(
                         dk_j, dv_j, k_j, v_j, q_h, dout_h, lse_h, delta_h, stride_qm, stride_dom, start, end, offs_n,
                         used_q, used_k, seeing_lo, seeing_hi, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V,
-                        SOFTCAP, HAS_LEFT, HAS_RIGHT, NEED_DK, NEED_DV, PRECISION, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
-                        part != 1,
+                        SOFTCAP, HAS_LEFT, HAS_RIGHT, NEED_DK, NEED_DV, PRECISION, BLOCK_M, BLOCK_D, BLOCK_DV, UNIT,
+                        WIDE, part != 1,
                     )  # fmt: skip
 
     # Keys that no row sees have gradient 0; the weights of padding keys above came from zeros.
@@ -195,12 +195,13 @@ def _attn_bwd_dkdv_kernel(
 def _accumulate_dq(dq, q_i, do_i, lse_i, delta_i, k, v, stride_kn, stride_vn, start, end, offs_m, seqlen_q, seqlen_k,
                    seen_lo, left, right, scale, softcap, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
                    SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
-                   BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+                   BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr,
+                   WIDE: tl.constexpr,
                    MASKED: tl.constexpr):  # fmt: skip
     """Add the keys of [start, end) to dq. ``lse_i`` is in log2 units."""
     for n in tl.range(start, end, BLOCK_N):
-        k_j = load_tile(k, n, stride_kn, seen_lo, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE, MASKED)
-        v_j = load_tile(v, n, stride_vn, seen_lo, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, WIDE, MASKED)
+        k_j = load_tile(k, n, stride_kn, seen_lo, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D, UNIT, WIDE, MASKED)
+        v_j = load_tile(v, n, stride_vn, seen_lo, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, UNIT, WIDE, MASKED)
         s = score(tl.dot(q_i, tl.trans(k_j), input_precision=PRECISION), scale, softcap, SOFTCAP)
         dp = tl.dot(do_i, tl.trans(v_j), input_precision=PRECISION)
         p = tl.exp2(s - lse_i[:, None])
@@ -223,7 +224,8 @@ def _attn_bwd_dq_kernel(
     batch, num_heads, group_size, seqlen_q, seqlen_k, window_left, window_right, softmax_scale, softcap,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     left = window_left if HAS_LEFT else UNLIMITED
@@ -246,21 +248,21 @@ def _attn_bwd_dq_kernel(
 
     start_m = block * BLOCK_M
     batch_row = b if cu_seqlens_q is None else 0
-    q += tl.cast(batch_row, tl.int64) * stride_qb + tl.cast(h, tl.int64) * stride_qh
-    q += tl.cast(q_start, tl.int64) * stride_qm
-    dout += tl.cast(batch_row, tl.int64) * stride_dob + tl.cast(h, tl.int64) * stride_doh
-    dout += tl.cast(q_start, tl.int64) * stride_dom
-    k += tl.cast(batch_row, tl.int64) * stride_kb + tl.cast(h // group_size, tl.int64) * stride_kh
-    k += tl.cast(k_start, tl.int64) * stride_kn
-    v += tl.cast(batch_row, tl.int64) * stride_vb + tl.cast(h // group_size, tl.int64) * stride_vh
-    v += tl.cast(k_start, tl.int64) * stride_vn
+    q += tl.cast(batch_row, tl.int64) * stride_qb * UNIT + tl.cast(h, tl.int64) * stride_qh * UNIT
+    q += tl.cast(q_start, tl.int64) * stride_qm * UNIT
+    dout += tl.cast(batch_row, tl.int64) * stride_dob * UNIT + tl.cast(h, tl.int64) * stride_doh * UNIT
+    dout += tl.cast(q_start, tl.int64) * stride_dom * UNIT
+    k += tl.cast(batch_row, tl.int64) * stride_kb * UNIT + tl.cast(h // group_size, tl.int64) * stride_kh * UNIT
+    k += tl.cast(k_start, tl.int64) * stride_kn * UNIT
+    v += tl.cast(batch_row, tl.int64) * stride_vb * UNIT + tl.cast(h // group_size, tl.int64) * stride_vh * UNIT
+    v += tl.cast(k_start, tl.int64) * stride_vn * UNIT
     first_lse = (tl.cast(batch_row, tl.int64) * num_heads + h) * lse_rows + q_start
 
     offs_m = start_m + tl.arange(0, BLOCK_M)
     seen_lo, _ = seen_keys(used_q, used_k, left, right)
     seeing_lo, seeing_hi = seeing_rows(used_q, used_k, left, right)
-    q_i = load_tile(q, start_m, stride_qm, seeing_lo, seeing_hi, HEAD_DIM, BLOCK_M, BLOCK_D, WIDE, True)
-    do_i = load_tile(dout, start_m, stride_dom, seeing_lo, seeing_hi, HEAD_DIM_V, BLOCK_M, BLOCK_DV, WIDE, True)
+    q_i = load_tile(q, start_m, stride_qm, seeing_lo, seeing_hi, HEAD_DIM, BLOCK_M, BLOCK_D, UNIT, WIDE, True)
+    do_i = load_tile(dout, start_m, stride_dom, seeing_lo, seeing_hi, HEAD_DIM_V, BLOCK_M, BLOCK_DV, UNIT, WIDE, True)
     lse_i = tl.load(lse + first_lse + offs_m, mask=offs_m < used_q, other=0.0) * LOG2_E
     delta_i = tl.load(delta + first_lse + offs_m, mask=offs_m < used_q, other=0.0)
     dq_i = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -280,7 +282,7 @@ def _attn_bwd_dq_kernel(
                 dq_i = _accumulate_dq(
                     dq_i, q_i, do_i, lse_i, delta_i, k, v, stride_kn, stride_vn, start, end, offs_m, used_q, used_k,
                     seen_lo, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, HAS_LEFT, HAS_RIGHT, PRECISION,
-                    BLOCK_N, BLOCK_D, BLOCK_DV, WIDE, part != 1,
+                    BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, WIDE, part != 1,
                 )  # fmt: skip
 
     sees = ((offs_m >= seeing_lo) & (offs_m < seeing_hi))[:, None]

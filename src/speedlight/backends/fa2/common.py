@@ -71,16 +71,17 @@ def used_length(seqused, sequence, batch, rows):
 
 @triton.jit
 def load_tile(base, start, stride, lo, hi, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
-              WIDE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+              UNIT: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Rows [start, start + ROWS) of a (rows, DIM) matrix as (ROWS, BLOCK_DIM); zeros past DIM and, if MASKED, outside
-    [lo, hi)."""
+    [lo, hi). ``stride`` counts UNIT elements: multiplied here, it is seen to be divisible, and loads are vectorised.
+    """
     rows = tl.arange(0, ROWS)
     offs_d = tl.arange(0, BLOCK_DIM)
-    pointers = base + tl.cast(start, tl.int64) * stride
+    pointers = base + tl.cast(start, tl.int64) * stride * UNIT
     if WIDE:
-        pointers = pointers + (rows.to(tl.int64) * stride)[:, None] + offs_d[None, :]
+        pointers = pointers + (rows.to(tl.int64) * stride * UNIT)[:, None] + offs_d[None, :]
     else:
-        pointers = pointers + (rows * stride)[:, None] + offs_d[None, :]
+        pointers = pointers + (rows * stride * UNIT)[:, None] + offs_d[None, :]
     inside = (start + rows >= lo) & (start + rows < hi)
     if MASKED and DIM != BLOCK_DIM:
         return tl.load(pointers, mask=inside[:, None] & (offs_d < DIM)[None, :], other=0.0)

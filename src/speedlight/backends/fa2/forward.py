@@ -39,12 +39,13 @@ from .common import (
 def _attend(acc, l_i, m_i, q, k, v, stride_kn, stride_vn, start, end, offs_m, seqlen_q, seqlen_k, seen_lo, left, right,
             scale, softcap, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, SOFTCAP: tl.constexpr,
             SCALE_FIRST: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
-            BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+            BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr,
+            WIDE: tl.constexpr,
             MASKED: tl.constexpr):  # fmt: skip
     """Fold the key blocks of [start, end) into (acc, l_i, m_i)."""
     for n in tl.range(start, end, BLOCK_N):
         # Keys that no row sees load as zeros: a NaN there would survive the product with a weight of 0.
-        k_j = load_tile(k, n, stride_kn, seen_lo, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE, MASKED)
+        k_j = load_tile(k, n, stride_kn, seen_lo, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D, UNIT, WIDE, MASKED)
         s = tl.dot(q, tl.trans(k_j), input_precision=PRECISION)
         if SCALE_FIRST:
             s = score(s, scale, softcap, SOFTCAP)
@@ -66,7 +67,7 @@ def _attend(acc, l_i, m_i, q, k, v, stride_kn, stride_vn, start, end, offs_m, se
         alpha = tl.exp2(m_i - m_safe)
         l_i = l_i * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        v_j = load_tile(v, n, stride_vn, seen_lo, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, WIDE, MASKED)
+        v_j = load_tile(v, n, stride_vn, seen_lo, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, UNIT, WIDE, MASKED)
         acc = tl.dot(p.to(v_j.dtype), v_j, acc, input_precision=PRECISION)
         m_i = m_new
     return acc, l_i, m_i
@@ -85,7 +86,8 @@ def _attn_fwd_kernel(
     softmax_scale, softcap,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     left = window_left if HAS_LEFT else UNLIMITED
@@ -114,18 +116,18 @@ def _attn_fwd_kernel(
 
     start_m = block * BLOCK_M
     batch_row = b if cu_seqlens_q is None else 0
-    q += tl.cast(batch_row, tl.int64) * stride_qb + tl.cast(h, tl.int64) * stride_qh
-    q += tl.cast(q_start, tl.int64) * stride_qm
-    k += tl.cast(batch_row, tl.int64) * stride_kb + tl.cast(h // group_size, tl.int64) * stride_kh
-    k += tl.cast(k_start, tl.int64) * stride_kn
-    v += tl.cast(batch_row, tl.int64) * stride_vb + tl.cast(h // group_size, tl.int64) * stride_vh
-    v += tl.cast(k_start, tl.int64) * stride_vn
+    q += tl.cast(batch_row, tl.int64) * stride_qb * UNIT + tl.cast(h, tl.int64) * stride_qh * UNIT
+    q += tl.cast(q_start, tl.int64) * stride_qm * UNIT
+    k += tl.cast(batch_row, tl.int64) * stride_kb * UNIT + tl.cast(h // group_size, tl.int64) * stride_kh * UNIT
+    k += tl.cast(k_start, tl.int64) * stride_kn * UNIT
+    v += tl.cast(batch_row, tl.int64) * stride_vb * UNIT + tl.cast(h // group_size, tl.int64) * stride_vh * UNIT
+    v += tl.cast(k_start, tl.int64) * stride_vn * UNIT
     stride_om = num_heads * HEAD_DIM_V
     out += (tl.cast(batch_row, tl.int64) * seqlen_q + q_start) * stride_om + h * HEAD_DIM_V
     lse += (tl.cast(batch_row, tl.int64) * num_heads + h) * lse_rows + q_start
 
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    q_i = load_tile(q, start_m, stride_qm, 0, used_q, HEAD_DIM, BLOCK_M, BLOCK_D, WIDE, True)
+    q_i = load_tile(q, start_m, stride_qm, 0, used_q, HEAD_DIM, BLOCK_M, BLOCK_D, UNIT, WIDE, True)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -147,7 +149,7 @@ def _attn_fwd_kernel(
                 acc, l_i, m_i = _attend(
                     acc, l_i, m_i, q_i, k, v, stride_kn, stride_vn, start, end, offs_m, used_q, used_k, seen_lo, left,
                     right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, SCALE_FIRST, HAS_LEFT, HAS_RIGHT, PRECISION,
-                    BLOCK_N, BLOCK_D, BLOCK_DV, WIDE, part != 1,
+                    BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, WIDE, part != 1,
                 )  # fmt: skip
 
     # Padding rows computed something from zeros; they count as rows that see nothing.

@@ -69,7 +69,7 @@ FORWARD: dict[str, tuple[Row[Tile], ...]] = {
     "sm90": (
         Row(64, Tile(128, 64, 4, 3), masked=Tile(128, 64, 8, 3)),
         Row(128, Tile(128, 128, 8, 3), masked=Tile(64, 64, 4, 3)),
-        Row(256, Tile(64, 64, 4, 2)),
+        Row(256, Tile(128, 32, 8, 3)),
     ),
     "sm100": (Row(64, Tile(128, 64, 4, 3)), Row(128, Tile(128, 64, 8, 2)), Row(256, Tile(64, 64, 4, 2))),
     "sm80": (Row(64, Tile(128, 64, 4, 3)), Row(128, Tile(128, 32, 4, 3)), Row(256, Tile(64, 32, 4, 2))),
@@ -86,7 +86,7 @@ BACKWARD: dict[str, tuple[Row[BwdTile], ...]] = {
             BwdTile(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
             masked=BwdTile(Tile(32, 64, 4, 3), Tile(128, 64, 8, 3)),
         ),
-        Row(256, BwdTile(Tile(32, 64, 8, 1), Tile(64, 32, 8, 1))),
+        Row(256, BwdTile(Tile(32, 64, 8, 2), Tile(128, 32, 8, 1))),
     ),
     "sm100": (
         Row(64, BwdTile(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2))),
@@ -116,30 +116,35 @@ BACKWARD: dict[str, tuple[Row[BwdTile], ...]] = {
     "interpreter": (Row(256, BwdTile(Tile(64, 64, 4, 1), Tile(64, 64, 4, 1))),),
 }
 
-# 32-bit inputs, on every GPU. "ieee" products run on the FMA units, fully unrolled: large tiles spill and compile for
-# minutes.
-FORWARD_32BIT: tuple[Row[Tile], ...] = (
-    Row(64, Tile(64, 32, 8, 1)),
+# For 32-bit inputs, whose "ieee" products run unrolled on the FMA units (large tiles spill and compile for minutes),
+# and for rows that are not aligned to 16 bytes. Those load element by element, and at large tiles on sm_90 ptxas 12.8
+# runs out of uniform registers for their addresses and overwrites matrix descriptors: wrong results (seen at D 40,
+# Dv 24). Below 64 rows Triton uses mma.sync, which has no descriptors.
+FORWARD_SMALL: tuple[Row[Tile], ...] = (
+    Row(64, Tile(32, 32, 4, 1)),
     Row(128, Tile(32, 32, 8, 1)),
     Row(256, Tile(16, 16, 8, 1)),
 )
-BACKWARD_32BIT: tuple[Row[BwdTile], ...] = (
+BACKWARD_SMALL: tuple[Row[BwdTile], ...] = (
     Row(64, BwdTile(Tile(32, 32, 8, 1), Tile(32, 32, 8, 1))),
     Row(128, BwdTile(Tile(16, 32, 8, 1), Tile(32, 16, 8, 1))),
     Row(256, BwdTile(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1))),
 )
 
 
-def forward_tile(problem: AttentionProblem, target: Target) -> Tile:
-    return _choose(FORWARD_32BIT if _wide(problem, target) else FORWARD[family(target)], problem)
+def forward_tile(problem: AttentionProblem, target: Target, vectorised: bool = True) -> Tile:
+    """``vectorised``: all rows start on 16 bytes."""
+    small = _small(problem, target, vectorised)
+    return _choose(FORWARD_SMALL if small else FORWARD[family(target)], problem)
 
 
-def backward_tile(problem: AttentionProblem, target: Target) -> BwdTile:
-    return _choose(BACKWARD_32BIT if _wide(problem, target) else BACKWARD[family(target)], problem)
+def backward_tile(problem: AttentionProblem, target: Target, vectorised: bool = True) -> BwdTile:
+    small = _small(problem, target, vectorised)
+    return _choose(BACKWARD_SMALL if small else BACKWARD[family(target)], problem)
 
 
-def _wide(problem: AttentionProblem, target: Target) -> bool:
-    return problem.dtype.itemsize == 4 and target.is_gpu
+def _small(problem: AttentionProblem, target: Target, vectorised: bool) -> bool:
+    return target.is_gpu and (problem.dtype.itemsize == 4 or not vectorised)
 
 
 def _choose(rows: tuple[Row[AnyTile], ...], problem: AttentionProblem) -> AnyTile:

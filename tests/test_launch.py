@@ -1,0 +1,227 @@
+"""Launch records: argument order, their identity, and what they are specialised on when lowered without a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from speedlight import target
+
+if target.triton_problem() is not None:
+    pytest.skip("needs Triton", allow_module_level=True)
+if target.interpreting():
+    pytest.skip("lowers kernels, which Triton's interpreter cannot", allow_module_level=True)
+
+import triton
+import triton.language as tl
+
+from speedlight import launch
+from speedlight.launch import Launch, Prepared
+from speedlight.target import Target
+
+SM80, GFX942 = Target.parse("sm_80"), Target.parse("gfx942")
+
+
+@triton.jit(do_not_specialize=["free"])
+def _kernel(
+    x, y, flag, stride_x, length, free, scale, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr
+):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + offs * stride_x, mask=offs < length, other=0.0).to(tl.float32) * scale + free
+    if flag is not None:
+        value += tl.load(flag)
+    if CAUSAL:
+        value += HEAD_DIM
+    tl.store(y + offs, value.to(y.dtype.element_ty), mask=offs < length)
+
+
+def record(x_dtype=torch.float32, y_dtype=torch.float32, flag=False, **changed) -> Launch:
+    x, y = torch.empty(64, dtype=x_dtype, device="meta"), torch.empty(64, dtype=y_dtype, device="meta")
+    args = dict(stride_x=16, length=64, free=16, scale=0.5, HEAD_DIM=8, CAUSAL=True, BLOCK=32) | changed
+    return Launch(_kernel, (2,), (x, y, torch.empty(1, device="meta") if flag else None), args, num_warps=2, num_stages=1)
+
+
+# Records
+
+
+def test_bound_puts_arguments_in_the_kernels_order_however_they_were_given():
+    one = record()
+    shuffled = dict(reversed(one.args.items()))
+    other = Launch(_kernel, one.grid, one.tensors, shuffled, 2, 1)
+    assert one.bound() == [*one.tensors, 16, 64, 16, 0.5, 8, True, 32]
+    assert other.bound() == one.bound()
+
+
+@pytest.mark.parametrize("name", ["length", "HEAD_DIM"])
+def test_a_missing_argument_is_named(name):
+    launch_ = record()
+    del launch_.args[name]
+    with pytest.raises(AssertionError, match=name):
+        launch_.bound()
+
+
+def test_a_surplus_argument_is_named():
+    with pytest.raises(AssertionError, match="BLOCK_M"):
+        record(BLOCK_M=3).bound()
+
+
+def test_a_renamed_argument_is_not_taken_for_another():
+    launch_ = record()
+    launch_.args["LENGTH"] = launch_.args.pop("length")
+    with pytest.raises(KeyError, match="length"):
+        launch_.bound()
+
+
+def test_options_reach_the_compiler():
+    launch_ = record()
+    launch_.options["maxnreg"] = 64
+    assert launch_.meta() == {"num_warps": 2, "num_stages": 1, "enable_fp_fusion": True, "maxnreg": 64}
+    compiled = launch.lower(launch_, SM80)
+    assert compiled.metadata.num_warps == 2
+    assert compiled.metadata.num_stages == 1
+    assert compiled.metadata.maxnreg == 64
+    assert ".maxnreg 64" in compiled.asm["ptx"] or ".maxnreg\t64" in compiled.asm["ptx"]
+
+
+def test_prepared_keeps_arguments_in_order_and_no_tensor():
+    launch_ = record()
+    prepared = Prepared(launch_, None)
+    assert prepared.args == (16, 64, 16, 0.5, 8, True, 32)
+    assert prepared.grid == (2, 1, 1)
+    assert launch_.tensors == ()
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """A stand-in for a compiled kernel and its device; ``driver.calls`` receives the launches."""
+    calls = []
+    compiled = SimpleNamespace(run=lambda *a: calls.append(a), function="function", packed_metadata="metadata")
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: ("stream", index), raising=False)
+    return SimpleNamespace(calls=calls, compiled=compiled)
+
+
+def test_prepared_launches_what_it_was_made_for(driver):
+    """Straight to the driver, in the order of Triton's own launcher, with the tensors' addresses."""
+    prepared = Prepared(record(), driver.compiled)
+    x, y = torch.ones(4), torch.ones(4)
+    prepared(3, x, y, None)
+    assert driver.calls == [
+        (2, 1, 1, ("stream", 3), "function", "metadata", None, None, None, x.data_ptr(), y.data_ptr(), None,
+         16, 64, 16, 0.5, 8, True, 32)
+    ]  # fmt: skip
+
+
+def test_a_profilers_hook_sees_every_launch(driver, monkeypatch):
+    """With a launch hook set, the launch goes through Triton, which calls the hook."""
+    monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [print])
+    launches = []
+
+    class Kernel:
+        arg_names = _kernel.arg_names
+
+        def __getitem__(self, grid):
+            return lambda *tensors, **args: launches.append((grid, tensors, args))
+
+    launch_ = record()
+    launch_.kernel = Kernel()
+    prepared = Prepared(launch_, driver.compiled)
+    x, y = torch.ones(4), torch.ones(4)
+    prepared(3, x, y, None)
+    assert driver.calls == []
+    [(grid, tensors, args)] = launches
+    assert grid == (2,)
+    assert all(a is b for a, b in zip(tensors, (x, y, None), strict=True))
+    assert args == record().args | record().meta()
+
+
+def test_run_compiles_once_per_key_and_alignment(driver, monkeypatch):
+    """Triton specialises on a pointer's alignment, so one prepared launch must not serve both."""
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(launch, "_PREPARED", {})
+    compiled = []
+
+    class Kernel:
+        arg_names = _kernel.arg_names
+
+        def __getitem__(self, grid):
+            return lambda *tensors, **args: compiled.append(tensors) or driver.compiled
+
+    def build(*tensors):
+        launch_ = record()
+        launch_.kernel, launch_.tensors = Kernel(), tensors
+        return launch_
+
+    memory = torch.zeros(68)
+    aligned, odd = memory[:64], memory[1:65]
+    assert aligned.data_ptr() % 16 == 0
+    assert odd.data_ptr() % 16 == 4
+
+    def run(key, x, y):
+        launch.run(key, torch.device("cuda", 0), (x, y, None), lambda: build(x, y, None))
+        return len(compiled), len(driver.calls)
+
+    assert run("a", aligned, aligned) == (1, 0)
+    assert run("a", aligned, aligned) == (1, 1)
+    assert run("b", aligned, aligned) == (2, 1)
+    assert run("a", odd, aligned) == (3, 1)
+    assert run("a", aligned, odd) == (4, 1)
+    assert run("a", odd, aligned) == (4, 2)
+    assert driver.calls[-1][9:12] == (odd.data_ptr(), aligned.data_ptr(), None)
+
+
+# Lowering
+
+
+def signature(compiled) -> dict[str, str]:
+    """Type of each parameter that is left in the generated function, read from the first IR."""
+    line = next(line for line in compiled.asm["ttir"].splitlines() if "tt.func public" in line)
+    found = {}
+    for parameter in line.split("(", 1)[1].split("%")[1:]:
+        name, kind = parameter.split(":", 1)
+        kind = kind.split(" loc(")[0].strip().rstrip(",) ")
+        found[name.strip()] = kind
+    return found
+
+
+def test_types_of_parameters():
+    compiled = launch.lower(record(torch.bfloat16, torch.float16, flag=True, length=2**31, free=3), SM80)
+    found = signature(compiled)
+    assert list(found) == ["x", "y", "flag", "stride_x", "length", "free", "scale"]
+    assert found["x"].startswith("!tt.ptr<bf16>")
+    assert found["y"].startswith("!tt.ptr<f16>")
+    assert found["flag"].startswith("!tt.ptr<f32>")
+    assert found["length"].startswith("i64")
+    assert found["free"] == "i32"
+    assert found["scale"] == "f32"
+
+
+def test_none_and_constexpr_leave_no_parameter():
+    assert list(signature(launch.lower(record(), SM80))) == ["x", "y", "stride_x", "length", "free", "scale"]
+
+
+def test_specialisation_is_that_of_a_launch():
+    """Divisibility by 16 is known of pointers and specialised integers; 1 is a constant; a free integer is neither."""
+    found = signature(launch.lower(record(), SM80))
+    for name in ("x", "y", "stride_x", "length"):
+        assert "tt.divisibility = 16" in found[name], name
+    assert "divisibility" not in found["free"]
+    found = signature(launch.lower(record(stride_x=1, length=40, free=1), SM80))
+    assert "stride_x" not in found
+    assert found["length"] == "i32"
+    assert found["free"] == "i32"
+
+
+@pytest.mark.parametrize(("gpu", "binary"), [(SM80, "cubin"), (GFX942, "hsaco")], ids=str)
+def test_the_same_record_is_lowered_for_any_gpu(gpu, binary):
+    compiled = launch.lower(record(), gpu)
+    assert len(compiled.asm[binary]) > 0
+    assert compiled.metadata.target.arch == gpu.arch
+    assert compiled.metadata.target.warp_size == (64 if gpu is GFX942 else 32)
+
+
+def test_constants_are_part_of_the_code():
+    on, off = (launch.lower(record(CAUSAL=causal), SM80).asm["ttir"] for causal in (True, False))
+    assert "8.000000e+00" in on
+    assert "8.000000e+00" not in off
