@@ -1,0 +1,294 @@
+"""What only a GPU can show: sizes beyond 32 bits, huge grids, repeat runs, graphs, streams, memory, compile counts."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import speedlight
+from speedlight import reference, select
+from speedlight.testing import assert_close
+
+pytestmark = pytest.mark.gpu
+
+
+def _qkv(*shapes, dtype=torch.bfloat16, grad=False):
+    return tuple(torch.randn(s, device="cuda", dtype=dtype).requires_grad_(grad) for s in shapes)
+
+
+def _close(out, ref, dtype):
+    """Within a few roundings of ``dtype`` of the float64 reference, everywhere."""
+    assert out.shape == ref.shape
+    assert not out.isnan().any()
+    error = (out.double() - ref).abs().max().item()
+    assert error <= 8 * torch.finfo(dtype).eps * max(ref.abs().max().item(), 1e-3), error
+
+
+def _grads(out, inputs, dout):
+    return torch.autograd.grad(out, inputs, dout)
+
+
+@pytest.mark.parametrize("shape", [(70_000, 4, 1, 16), (1, 4, 70_000, 16), (70_000, 4, 2, 16)])
+def test_more_than_65535_batches_or_heads(shape):
+    q, k, v = _qkv(shape, shape, shape, dtype=torch.float16, grad=True)
+    dout = torch.randn_like(q)
+    out = speedlight.attention(q, k, v, backend="fa2")
+    grads = _grads(out, (q, k, v), dout)
+    b, h = (-3, 0) if shape[0] > 1 else (0, -3)
+    last = [t[b:, :, h:].detach().double().requires_grad_() for t in (q, k, v)]
+    ref = reference.attention(*last)
+    _close(out[b:, :, h:], ref, q.dtype)
+    for grad, expected in zip(grads, _grads(ref, last, dout[b:, :, h:].double()), strict=True):
+        _close(grad[b:, :, h:], expected, q.dtype)
+
+
+def test_80000_short_sequences():
+    count, length = 80_000, 16
+    q, k, v = _qkv(*[(count * length, 2, 32)] * 3, grad=True)
+    cu = torch.arange(count + 1, device="cuda", dtype=torch.int32) * length
+    dout = torch.randn_like(q)
+    out = speedlight.attention_varlen(q, k, v, cu, cu, causal=True, backend="fa2")
+    grads = _grads(out, (q, k, v), dout)
+    for part in (slice(0, length), slice(-length, None)):
+        sequence = [t[part][None].detach().double().requires_grad_() for t in (q, k, v)]
+        ref = reference.attention(*sequence, causal=True)
+        _close(out[part][None], ref, q.dtype)
+        for grad, expected in zip(grads, _grads(ref, sequence, dout[part][None].double()), strict=True):
+            _close(grad[part][None], expected, q.dtype)
+
+
+def test_more_than_2_31_elements():
+    """The last rows of tensors of 2^31 + 2^29 elements, in the batch and in the row direction."""
+    heads, dim = 16, 128
+    for shape in ((10, 2**17, heads, dim), (1, 10 * 2**17, heads, dim)):
+        rows = shape[1]
+        q = torch.randn((shape[0], 256, heads, dim), device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        k = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        v = k.detach().clone().requires_grad_()
+        assert k.numel() > 2**31
+        dout = torch.randn_like(q)
+        out, lse = speedlight.attention(q, k, v, window=(300, 0), return_lse=True, backend="fa2")
+        dq, dk, dv = _grads(out, (q, k, v), dout)
+        last = [t[-1:, -600:, -1:].detach().double().requires_grad_() for t in (q, k, v)]
+        ref, ref_lse = reference.attention(*last, window=(300, 0), return_lse=True)
+        _close(out[-1:, :, -1:], ref, q.dtype)
+        assert (lse[-1:, -1:].double() - ref_lse).abs().max() < 1e-4
+        for grad, expected in zip((dq, dk, dv), _grads(ref, last, dout[-1:, :, -1:].double()), strict=True):
+            _close(grad[-1:, -600:, -1:], expected, q.dtype)
+        assert not dk[:, : rows - 600].any()  # nobody sees these
+        del q, k, v, out, lse, dq, dk, dv
+
+
+def test_row_stride_so_long_that_a_tile_spans_2_31_elements():
+    storage = torch.empty(2**31 + 2**27, device="cuda", dtype=torch.float16)
+    rows, stride, dim = 128, 2**24 + 2**10, 64
+    k = torch.as_strided(storage, (1, rows, 1, dim), (0, stride, 0, 1))
+    k.copy_(torch.randn(1, rows, 1, dim))
+    (q,) = _qkv((1, 64, 1, dim), dtype=torch.float16)
+    dout = torch.randn_like(q)
+    wide = [q.requires_grad_(), k.detach().requires_grad_(), k.detach().requires_grad_()]
+    packed = [t.detach().double().requires_grad_() for t in (q, k.contiguous(), k.contiguous())]
+    out, ref = speedlight.attention(*wide, backend="fa2"), reference.attention(*packed)
+    _close(out, ref, q.dtype)
+    for grad, expected in zip(_grads(out, wide, dout), _grads(ref, packed, dout.double()), strict=True):
+        _close(grad, expected, q.dtype)
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_30_runs_are_bitwise_equal(varlen):
+    """With another kernel running on a second stream."""
+    q, k, v = _qkv((4, 1000, 8, 128), (4, 1000, 2, 128), (4, 1000, 2, 128), grad=True)
+    dout = torch.randn_like(q)
+    cu = torch.tensor([0, 300, 300, 1900, 4000], device="cuda", dtype=torch.int32)
+    noise, side = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
+
+    def run():
+        if varlen:
+            flat = [t.flatten(0, 1) for t in (q, k, v)]
+            out, lse = speedlight.attention_varlen(*flat, cu, cu, causal=True, return_lse=True, backend="fa2")
+            return out, lse, *_grads(out, (q, k, v), dout.flatten(0, 1))
+        out, lse = speedlight.attention(q, k, v, causal=True, return_lse=True, backend="fa2")
+        return out, lse, *_grads(out, (q, k, v), dout)
+
+    first = run()
+    for _ in range(29):
+        with torch.cuda.stream(side):
+            torch.mm(noise, noise)
+        for a, b in zip(first, run(), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_fp32_is_not_tf32():
+    q, k, v = _qkv(*[(1, 128, 1, 32)] * 3, dtype=torch.float32, grad=True)
+    dout = torch.randn_like(q)
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    ref = reference.attention(*exact, causal=True)
+    expected = _grads(ref, exact, dout.double())
+    errors = {}
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        for tf32 in (False, True):
+            torch.backends.cuda.matmul.allow_tf32 = tf32
+            out = speedlight.attention(q, k, v, causal=True, backend="fa2")
+            grads = _grads(out, (q, k, v), dout)
+            pairs = zip((out, *grads), (ref, *expected), strict=True)
+            errors[tf32] = max((a.double() - b).abs().max().item() for a, b in pairs)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    assert errors[False] < 2e-5, errors
+    assert 1e-4 < errors[True] < 2e-2, errors  # and the switch does something
+
+
+def test_cuda_graph_replays_on_new_values():
+    q, k, v = _qkv(*[(2, 200, 2, 64)] * 3, grad=True)
+    dout = torch.randn_like(q)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            _grads(speedlight.attention(q, k, v, causal=True, backend="fa2"), (q, k, v), dout)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = speedlight.attention(q, k, v, causal=True, backend="fa2")
+        grads = _grads(out, (q, k, v), dout)
+    for _ in range(3):
+        with torch.no_grad():
+            for t in (q, k, v, dout):
+                t.normal_()
+            for t in (out, *grads):
+                t.fill_(float("nan"))
+        graph.replay()
+        fresh = speedlight.attention(q, k, v, causal=True, backend="fa2")
+        for a, b in zip((out, *grads), (fresh, *_grads(fresh, (q, k, v), dout)), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_cpu_backend_refuses_varlen_in_a_graph():
+    q, k, v = _qkv(*[(20, 2, 16)] * 3)
+    cu = torch.tensor([0, 5, 20], device="cuda", dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        speedlight.attention_varlen(q, k, v, cu, cu, backend="cpu")
+    torch.cuda.synchronize()
+
+
+def test_no_synchronisation():
+    q, k, v = _qkv(*[(40, 2, 16)] * 3, grad=True)
+    cu = torch.tensor([0, 5, 20], device="cuda", dtype=torch.int32)
+    dout = torch.randn_like(q)
+    _grads(speedlight.attention_varlen(q, k, v, cu, cu, backend="fa2"), (q, k, v), dout)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        longest = torch.tensor(15, device="cuda")
+        out = speedlight.attention_varlen(q, k, v, cu, cu, longest, longest, causal=True, backend="fa2")
+        _grads(out, (q, k, v), dout)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not out.isnan().any()
+
+
+def test_max_seqlen_too_small_does_not_truncate():
+    q, k, v = _qkv(*[(600, 2, 64)] * 3)
+    cu = torch.tensor([0, 500, 600], device="cuda", dtype=torch.int32)
+    assert torch.equal(
+        speedlight.attention_varlen(q, k, v, cu, cu, 7, 7, backend="fa2"),
+        speedlight.attention_varlen(q, k, v, cu, cu, backend="fa2"),
+    )
+
+
+def test_at_most_four_kernels_for_a_hundred_lengths():
+    from speedlight.backends import fa2
+
+    kernels = [fa2._attn_fwd_kernel, fa2._attn_bwd_delta_kernel, fa2._attn_bwd_dkdv_kernel, fa2._attn_bwd_dq_kernel]
+    device = torch.cuda.current_device()
+
+    def compiled():
+        return [len(kernel.device_caches[device][0]) for kernel in kernels]
+
+    before = compiled()
+    for seqlen in [1, 16, 17, *range(32, 97 * 16, 16)]:
+        q, k, v = _qkv(*[(1, seqlen, 3, 48)] * 3, grad=True)
+        _grads(speedlight.attention(q, k, v, causal=True, backend="fa2"), (q, k, v), torch.randn_like(q))
+    assert all(after - first <= 4 for after, first in zip(compiled(), before, strict=True)), (before, compiled())
+
+
+def test_prepared_launches_equal_plain_ones():
+    """The repeated launch, which bypasses Triton's own, must not mix up arguments, also for other alignments."""
+    from speedlight import launch
+
+    base = torch.randn(3, 2, 100, 2, 80, device="cuda", dtype=torch.bfloat16)
+    for offset in (0, 1, 8):
+        q, k, v = (base[n][..., offset : offset + 64] for n in range(3))
+        launch._PREPARED.clear()
+        first = speedlight.attention(q, k, v, causal=True, backend="fa2")
+        again = speedlight.attention(q.clone(), k, v.clone(), causal=True, backend="fa2")
+        assert torch.equal(first, speedlight.attention(q, k, v, causal=True, backend="fa2"))
+        assert torch.equal(first, again) or offset  # the clones are aligned: other tile, other rounding
+        _close(again, reference.attention(q, k, v, causal=True), q.dtype)
+
+
+def test_frozen_keys_and_values_skip_their_kernel():
+    q, k, v = _qkv(*[(1, 128, 2, 64)] * 3)
+    q.requires_grad_()
+    out = speedlight.attention(q, k, v, backend="fa2")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        out.backward(torch.randn_like(out))
+        torch.cuda.synchronize()
+    names = " ".join(event.key for event in profile.key_averages())
+    assert "_attn_bwd_dq_kernel" in names
+    assert "_attn_bwd_dkdv_kernel" not in names
+
+
+def test_memory_does_not_depend_on_the_longest_sequence():
+    tokens, peaks = 65_536, []
+    for lengths in ([32_768] + [1] * 32_768, [4096] * 16):
+        q, k, v = _qkv(*[(tokens, 4, 64)] * 3, grad=True)
+        cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+        dout = torch.randn_like(q)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        _grads(speedlight.attention_varlen(q, k, v, cu, cu, causal=True, backend="fa2"), (q, k, v), dout)
+        peaks.append(torch.cuda.max_memory_allocated() - start)
+        del q, k, v, dout
+    assert abs(peaks[0] - peaks[1]) < 0.05 * peaks[1], peaks
+
+
+def test_inference_keeps_only_the_output():
+    q, k, v = _qkv(*[(1, 4096, 4, 64)] * 3)
+    with torch.inference_mode():
+        speedlight.attention(q, k, v, backend="fa2")
+        before = torch.cuda.memory_allocated()
+        out = speedlight.attention(q, k, v, backend="fa2")
+        assert torch.cuda.memory_allocated() - before == out.numel() * out.element_size()
+
+
+def test_refused_options_run_through_cpu_maths_with_one_warning():
+    q, k, v = _qkv(*[(1, 64, 2, 32)] * 3, dtype=torch.float32)
+    slopes = torch.tensor([0.5, 0.25], device="cuda")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        select._warned.clear()
+        select._CHOICES.clear()
+        outs = [speedlight.attention(q, k, v, alibi_slopes=slopes) for _ in range(2)]
+        outs.append(speedlight.attention(q, k, v, alibi_slopes=slopes, causal=True))
+    assert sum("cpu" in str(w.message) for w in caught) == 1
+    assert_close(outs[0], reference.attention(q, k, v, alibi_slopes=slopes))
+
+
+def test_two_streams_at_once():
+    """200 launches on each of two streams, outputs poisoned before: bitwise those of one stream."""
+    inputs = [_qkv(*[(2, 777, 4, 64)] * 3) for _ in range(2)]
+    expected = [speedlight.attention(*x, causal=True, backend="fa2") for x in inputs]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    results: list[list[torch.Tensor]] = [[], []]
+    for _ in range(200):
+        for n, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                results[n].append(speedlight.attention(*inputs[n], causal=True, backend="fa2"))
+    torch.cuda.synchronize()
+    for n in range(2):
+        assert all(torch.equal(out, expected[n]) for out in results[n])
