@@ -46,6 +46,24 @@ def test_out_and_lse_have_the_promised_shapes_and_dtypes(dtype):
         torch.testing.assert_close(packed_lse, lse[b])
 
 
+def test_values_of_no_dimension_still_have_an_lse():
+    q, k, _ = qkv()
+    q.requires_grad_()
+    out, lse = speedlight.attention(q, k, torch.zeros(2, 9, 2, 0), return_lse=True)
+    assert out.shape == (2, 6, 4, 0)
+    leaf = q.detach().double().requires_grad_()
+    exact = reference.attention(leaf, k, torch.zeros(2, 9, 2, 0), return_lse=True)[1]
+    torch.testing.assert_close(lse.double(), exact, rtol=1e-5, atol=1e-5)
+    [dq], [expected] = torch.autograd.grad(lse.sum(), q), torch.autograd.grad(exact.sum(), leaf)
+    torch.testing.assert_close(dq.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tensors", [packed(3)[:3], qkv()], ids=["packed", "dense"])
+def test_varlen_without_sequences_is_no_dense_call(tensors):
+    with pytest.raises(ValueError, match="cu_seqlens_q"):
+        speedlight.attention_varlen(*tensors, None, None)
+
+
 def test_both_functions_take_the_same_options():
     keywords = [
         {n: (p.default, p.annotation) for n, p in inspect.signature(f).parameters.items() if p.kind is p.KEYWORD_ONLY}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -276,6 +278,24 @@ def test_results_file_is_the_same_numbers(tiny_demo):
     assert stored["training"]["runs"]["speedlight"]["losses"] == tiny_demo.training.runs["speedlight"].losses
     assert [p["seconds"] for p in stored["points"]] == [p.seconds for p in tiny_demo.points]
     assert stored["genome"]["length"] == 48_502
+
+
+def test_report_of_an_unlucky_run(tiny_demo):
+    """No memory measurable, one method never ran, Speedlight slower, curves apart: the page says so."""
+    runs = {name: copy.deepcopy(run) for name, run in tiny_demo.training.runs.items()}
+    runs["speedlight"].step_seconds = [2 * seconds for seconds in runs["standard"].step_seconds]
+    runs["speedlight"].losses = [loss + 0.5 for loss in runs["standard"].losses]
+    points = [
+        measure.Point("standard", 1024, float("nan"), None, stopped="out of memory"),
+        measure.Point("speedlight", 1024, 0.5, None, passes=1),
+    ]
+    results = replace(tiny_demo, points=points, training=replace(tiny_demo.training, runs=runs))
+    page = report.render(results)
+    assert "<h1>Losses within 0.50 bits, 2.0× slower training</h1>" in page
+    assert "the curves lie on each other" not in page
+    assert "out of memory" in page and "does not tell a process its peak memory" in page
+    assert report.table(results).row_count > 5
+    assert json.loads(json.dumps(report.as_json(results), allow_nan=False))["points"][0]["seconds"] is None
 
 
 def test_words_follow_the_numbers():

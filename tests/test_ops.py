@@ -37,7 +37,8 @@ def grads_of(function, leaves, *more):
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     generator = torch.Generator().manual_seed(3)
     seeds = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) for t in outputs]
-    return outputs, torch.autograd.grad(outputs, leaves, seeds)
+    torch.autograd.backward(outputs, seeds)
+    return outputs, [t.grad for t in leaves]
 
 
 def assert_same(one, other, **tolerance):
@@ -268,9 +269,9 @@ def test_a_generator_under_compile_names_the_way_round():
     q, k, v = qkv()
     generator = torch.Generator().manual_seed(1)
     compiled = torch.compile(
-        lambda q: speedlight.attention(q, k, v, dropout_p=0.5, generator=generator), backend="aot_eager"
+        lambda q: speedlight.attention(q, k, v, dropout_p=0.5, generator=generator), backend="aot_eager", fullgraph=True
     )  # fmt: skip
-    with pytest.raises(RuntimeError, match="dropout_seed"):
+    with pytest.raises(Exception, match="dropout_seed"):
         compiled(q)
 
 
@@ -549,9 +550,9 @@ def test_a_tensor_subclass_meets_the_op_and_nothing_inside_it():
     out = speedlight.attention(leaf, Logged(k), Logged(v), causal=True)
     assert isinstance(out, Logged)
     assert_close(out.inner, speedlight.attention(q, k, v, causal=True))
-    assert Logged.met == [FORWARD]
+    assert {op for op in Logged.met if op is not torch.ops.aten.detach.default} == {FORWARD}
     out.backward(Logged(torch.ones_like(q)))
-    assert BACKWARD in Logged.met
+    assert {op for op in Logged.met if op is not torch.ops.aten.detach.default} == {FORWARD, BACKWARD}
     plain = q.clone().requires_grad_()
     speedlight.attention(plain, k, v, causal=True).backward(torch.ones_like(q))
     assert_close(leaf.grad.inner, plain.grad)
@@ -577,11 +578,10 @@ def test_flops_are_counted_as_torch_counts_its_own():
         assert mode.get_total_flops() == 2 * pairs * (8 + 8)
         out.sum().backward()
     assert mode.get_total_flops() == 7 * pairs * (8 + 8)
-    with FlopCounterMode(display=False) as theirs:
+    with FlopCounterMode(display=False) as theirs, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         x = [t.detach().transpose(1, 2).repeat_interleave(4 // t.shape[2], 1) for t in (q, k, v)]
-        torch.nn.functional.scaled_dot_product_attention(*(t.requires_grad_() for t in x)).sum().backward()
-    counted = {op.__name__: n for op, n in theirs.get_flop_counts()["Global"].items()}
-    assert sum(n for name, n in counted.items() if "backward" not in name) == 2 * pairs * 16
+        torch.nn.functional.scaled_dot_product_attention(*x)
+    assert theirs.get_total_flops() == 2 * pairs * (8 + 8)
 
 
 def test_flops_of_packed_sequences_are_those_of_each():

@@ -121,6 +121,7 @@ REFUSED = {
     "softcap_none": (lambda: dense(softcap=None), TypeError, ("softcap must be a number", "NoneType")),
     "causal_int": (lambda: dense(causal=2), TypeError, ("causal must be a bool", "int")),
     "causal_none": (lambda: dense(causal=None), TypeError, ("causal must be a bool", "NoneType")),
+    "deterministic": (lambda: dense(deterministic="no"), TypeError, ("deterministic must be a bool", "str")),
     "window_int": (lambda: dense(window=3), ValueError, ("window must be a pair", "3")),
     "window_three": (lambda: dense(window=(1, 2, 3)), ValueError, ("window must be a pair", "(1, 2, 3)")),
     "window_negative": (lambda: dense(window=(-1, None)), ValueError, ("window sizes must not be negative", "(-1, None)")),

@@ -1,19 +1,20 @@
 """Kernels compiled for GPUs that are not there, and what their machine code shows.
 
-``kernels`` runs a backend's own forward and backward on meta tensors and keeps the launches instead of launching them,
-so what is compiled here is what a call would launch.
+``launches`` runs a backend's own forward and backward on meta tensors and keeps the launches instead of launching them,
+so what is compiled here, tiles included, is what a call would launch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -22,51 +23,76 @@ import torch
 
 from speedlight import launch
 from speedlight.backends.contract import Needs
-from speedlight.problem import AttentionProblem, describe
+from speedlight.problem import describe
 from speedlight.target import Target
 
-TARGETS = tuple(Target.parse(name) for name in ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"))
-
-# The instruction that computes on the matrix units. Turing has some, but Triton no longer emits them.
-MATRIX_INSTRUCTION = {
-    "sm_75": None, "sm_80": "HMMA", "sm_86": "HMMA", "sm_89": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA",
-    "sm_120": "HMMA", "gfx942": "v_mfma",
-}  # fmt: skip
+TARGETS = tuple(map(Target.parse, ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")))
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A problem to compile for. ``odd`` head dimensions fill their blocks only in part."""
+    """A call to compile for."""
 
+    name: str
     head_dim: int
-    dtype: torch.dtype = torch.bfloat16
-    odd: bool = False
+    dtype: torch.dtype
+    head_dim_v: int | None = None  # None: as head_dim
     varlen: bool = False
     seqused: bool = False
     group_size: int = 1
     tf32: bool = False
     dlse: bool = False
-    ragged: bool = False  # lengths that are no multiple of the blocks
+    seqlen: int = 4096
     needs: Needs = Needs()
     options: dict[str, Any] = field(default_factory=dict, hash=False)
 
-    def build(self) -> tuple[AttentionProblem, Any, bool]:
-        heads, length = 4 * self.group_size, 4096 - 5 * self.ragged
-        head_dim = self.head_dim - 3 if self.odd else self.head_dim
-        head_dim_v = self.head_dim - 8 if self.odd else self.head_dim
-        shapes = ((heads, head_dim), (4, head_dim), (4, head_dim_v))
-        lead = (length,) if self.varlen else (2, length)
-        q, k, v = (torch.empty(*lead, *shape, dtype=self.dtype, device="meta") for shape in shapes)
-        options = dict(self.options)
-        cu: tuple[Any, ...] = ()
-        if self.varlen:
-            cu = tuple(torch.empty(3, dtype=torch.int32, device="meta") for _ in range(2))
-        if self.seqused:
-            options |= {f"seqused_{side}": torch.empty(2, dtype=torch.int32, device="meta") for side in "qk"}
-        problem, inputs = describe(q, k, v, *cu, **options)
-        if self.tf32:
-            problem = dataclasses.replace(problem, fp32_precision="tf32")
-        return problem, inputs, self.dlse
+    @property
+    def block_dim(self) -> int:
+        return 1 << (self.head_dim - 1).bit_length()
+
+
+def plain(head_dim: int, dtype: torch.dtype) -> Variant:
+    return Variant("plain", head_dim, dtype)
+
+
+def causal(head_dim: int, dtype: torch.dtype) -> Variant:
+    return Variant("causal", head_dim, dtype, options=dict(causal=True))
+
+
+def everything(head_dim: int, dtype: torch.dtype) -> Variant:
+    """All options at once, and head dimensions that leave part of their blocks empty but rows aligned to 16 bytes."""
+    return Variant(
+        "everything", head_dim - 8, dtype, head_dim - 16, varlen=True, seqused=True, group_size=2, dlse=True,
+        options=dict(window=(100, 50), softcap=5.0),
+    )  # fmt: skip
+
+
+def unaligned(head_dim: int, dtype: torch.dtype) -> Variant:
+    """As ``everything``, with rows that start anywhere."""
+    return dataclasses.replace(everything(head_dim, dtype), name="unaligned", head_dim=head_dim - 3)
+
+
+def launches(backend: ModuleType, target: Target, variant: Variant) -> dict[str, launch.Launch] | str:
+    """The launches of a forward and a backward by kernel name, or why the backend refuses the call."""
+    heads, head_dim_v = 4 * variant.group_size, variant.head_dim_v or variant.head_dim
+    shapes = ((heads, variant.head_dim), (4, variant.head_dim), (4, head_dim_v))
+    rows = (variant.seqlen,) if variant.varlen else (2, variant.seqlen)
+    q, k, v = (torch.empty(*rows, *shape, dtype=variant.dtype, device="meta") for shape in shapes)
+    lengths = torch.empty(3, dtype=torch.int32, device="meta")
+    options = dict(variant.options)
+    if variant.seqused:
+        options |= dict(seqused_q=lengths[:2], seqused_k=lengths[:2])
+    problem, inputs = describe(q, k, v, *((lengths, lengths) if variant.varlen else ()), **options)
+    if variant.tf32:
+        problem = dataclasses.replace(problem, fp32_precision="tf32")
+    reason = backend.supports(problem, target)
+    if reason is not None:
+        return reason
+    with _captured(backend, target) as found:
+        out, lse = backend.forward(problem, inputs)
+        dout, dlse = torch.empty_like(out), torch.empty_like(lse) if variant.dlse else None
+        backend.backward(problem, inputs, out, lse, dout, dlse, variant.needs)
+    return found
 
 
 @contextlib.contextmanager
@@ -75,60 +101,72 @@ def _captured(backend: ModuleType, target: Target) -> Iterator[dict[str, launch.
 
     def keep(key: Any, device: Any, tensors: Any, build: Any) -> None:
         record = build()
-        found[record.kernel.__name__] = record
+        found[record.kernel.__name__.removeprefix("_attn_").removesuffix("_kernel")] = record
 
     with mock.patch.object(launch, "run", keep), mock.patch.object(backend, "target_of", lambda device: target):
         yield found
-
-
-def kernels(backend: ModuleType, target: Target, variant: Variant) -> dict[str, launch.Launch]:
-    """The launches of a forward and a backward, by kernel name."""
-    problem, inputs, with_dlse = variant.build()
-    reason = backend.supports(problem, target)
-    assert reason is None, reason
-    with _captured(backend, target) as found:
-        out, lse = backend.forward(problem, inputs)
-        dlse = torch.empty_like(lse) if with_dlse else None
-        backend.backward(problem, inputs, out, lse, torch.empty_like(out), dlse, variant.needs)
-    return found
 
 
 @dataclass(frozen=True)
 class Code:
     """What a compiled kernel shows."""
 
-    kernel: str
-    shared: int
+    shared: int  # bytes
     registers: int
-    spills: int  # bytes of local memory per thread (cuda), spilled registers (hip)
-    text: str  # SASS or GCN assembly
-    ptx: str = ""
-    cubin: bytes = b""
+    spills: int  # bytes per thread on the stack (cuda), spilled registers (hip)
+    asm: Any  # Triton's dictionary of every stage
+
+    @cached_property
+    def text(self) -> str:
+        """SASS or GCN assembly."""
+        if "amdgcn" in self.asm:
+            return self.asm["amdgcn"]
+        return _inspect(self.asm["cubin"], "nvdisasm", "-c")
 
     def count(self, instruction: str) -> int:
         return len(re.findall(rf"\b{instruction}", self.text))
 
 
-def code(record: launch.Launch, target: Target) -> Code:
+def compile_code(record: launch.Launch, target: Target) -> Code:
     compiled = launch.lower(record, target)
-    name, shared = record.kernel.__name__, compiled.metadata.shared
+    shared, asm = compiled.metadata.shared, compiled.asm
     if target.kind == "hip":
-        text = compiled.asm["amdgcn"]
-        registers, spills = (int(re.search(rf"\.{key}:\s+(\d+)", text)[1]) for key in ("vgpr_count", "vgpr_spill_count"))
-        return Code(name, shared, registers, spills, text)
-    cubin = compiled.asm["cubin"]
+        text = asm["amdgcn"]
+        return Code(shared, _number(r"\.vgpr_count:\s+(\d+)", text), _number(r"\.vgpr_spill_count:\s+(\d+)", text), asm)
+    usage = _inspect(asm["cubin"], "cuobjdump", "-res-usage")
+    return Code(shared, _number(r"REG:(\d+)", usage), _number(r"STACK:(\d+)", usage), asm)
+
+
+def _inspect(cubin: bytes, tool: str, *arguments: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "kernel.cubin")
-        with open(path, "wb") as file:
-            file.write(cubin)
-        usage = _tool("cuobjdump", "-res-usage", path)
-        text = _tool("nvdisasm", "-c", path)
-    registers, stack = (int(n) for n in re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    return Code(name, shared, registers, stack, text, compiled.asm["ptx"], cubin)
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        return _tool(tool, *arguments, path)
 
 
-def _tool(name: str, *arguments: str) -> str:
+def assembler_notes(code: Code) -> list[str]:
+    """What ptxas says about serialised matrix instructions (its notes C7510 to C7519) when it assembles sm_90 code."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(code.asm["ptx"])
+        arguments = ("-v", "--gpu-name=sm_90a", source, "-o", Path(folder, "kernel.cubin"))
+        said = ""
+        for assembler in ("ptxas", "ptxas_blackwell"):  # the first may be older than the PTX
+            said = _tool(assembler, *arguments, check=False)
+            if "ptxas fatal" not in said:
+                return re.findall(r".*C751\d.*", said)
+    raise AssertionError(said)
+
+
+def _tool(name: str, *arguments: Any, check: bool = True) -> str:
     from triton import knobs
 
-    path = getattr(knobs.nvidia, name).path
-    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+    done = subprocess.run([getattr(knobs.nvidia, name).path, *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0 or not check, done.stderr
+    return done.stdout + done.stderr
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    assert found, pattern
+    return int(found[1])

@@ -4,9 +4,10 @@
     forward(problem, inputs) -> (out, lse)
     backward(problem, inputs, out, lse, dout, dlse, needs) -> Grads
 
-``out`` and ``lse`` are all that a backward gets from a forward, so any backend's backward accepts any backend's
-forward. ``lse`` covers the sink and comes before dropout. Rows that see no key have out 0 and lse -inf (with a sink:
-out 0, lse = sink) and gradients of exactly 0, as have rows past ``seqused_q`` and rows outside every sequence.
+``out`` and ``lse``, both contiguous, are all that a backward gets from a forward, so any backend's backward accepts
+any backend's forward. ``lse`` covers the sink and comes before dropout. Rows that see no key have out 0 and lse -inf
+(with a sink: out 0, lse = sink) and gradients of exactly 0, as have rows past ``seqused_q`` and rows outside every
+sequence.
 """
 
 from __future__ import annotations

@@ -31,9 +31,6 @@ from .contract import Grads, Inputs, Needs
 from .cpu_plan import Part, parts, row_blocks
 from .cpu_scores import Scores, slopes_4d
 
-import os
-BF16=os.environ.get('BF16','1')=='1'
-
 
 def supports(problem: AttentionProblem, target: Any) -> None:
     """None: every valid problem is served."""
@@ -55,7 +52,7 @@ def _forward_part(problem: AttentionProblem, inputs: Inputs, part: Part, out: Te
     scores = Scores(problem, inputs, part)
     q, out = _queries(inputs.q, problem, part), _queries(out, problem, part)
     kt = _fold(_keys(inputs.k, problem, part), dtype).transpose(1, 2)
-    v = _fold(_keys(inputs.v, problem, part), _product_dtype(problem))
+    v = _fold(_keys(inputs.v, problem, part), dtype)
     lse = _rows(lse, problem, part)
     sink = None
     if inputs.sink is not None:
@@ -82,14 +79,14 @@ def _forward_part(problem: AttentionProblem, inputs: Inputs, part: Part, out: Te
             if terms.unseen_keys is not None:
                 kt_tile = kt_tile.masked_fill(terms.unseen_keys.transpose(1, 2), 0)
                 v_tile = v_tile.masked_fill(terms.unseen_keys, 0)
-            s = scores.logits(q_block, kt_tile, terms, buffer.tile(*q_block.shape[:2], n))
+            s = scores.logits(q_block, kt_tile, tile, terms, buffer.tile(*q_block.shape[:2], n))
             torch.maximum(m_i, s.amax(-1, keepdim=True), out=m_new)
             p = scores.exp_(s, m_new)
             rescale = scores.exp_(m_i, m_new)
             torch.addcmul(p.sum(-1, keepdim=True), l_i, rescale, out=l_i)
             if terms.keep is not None:
                 scores.by_head(p).mul_(terms.keep)
-            _add_product(acc.mul_(rescale), p, v_tile)
+            _accumulate(acc.mul_(rescale), p, v_tile)
             m_i, m_new = m_new, m_i
 
         empty = l_i == 0
@@ -145,14 +142,17 @@ def _backward_part(
     grads: Grads,
 ) -> None:
     """Write the part's own rows of dq, dk and dv, and add to the other gradients."""
-    dtype, product_dtype = problem.lse_dtype, _product_dtype(problem)
+    dtype = problem.lse_dtype
     scores = Scores(problem, inputs, part)
     q, out, dout = (_queries(t, problem, part) for t in (inputs.q, out, dout))
     k, v = (_fold(_keys(t, problem, part), dtype) for t in (inputs.k, inputs.v))
-    kt, vt, k_low = k.transpose(1, 2), v.transpose(1, 2), k.to(product_dtype)
+    kt, vt = k.transpose(1, 2), v.transpose(1, 2)
     lse = _rows(lse, problem, part)
-    # out is 0 in rows that see no key, where dout may be NaN; elsewhere a zero adds nothing to the sum.
-    delta = (out.to(dtype) * dout.to(dtype)).masked_fill_(out == 0, 0).sum(-1)
+    products = out.to(dtype) * dout.to(dtype)
+    if scores.hides_by_value or problem.sink:
+        # Rows that see no key take part, and their dout may be NaN. Their out is 0; elsewhere a 0 adds nothing anyway.
+        products.masked_fill_(out == 0, 0)
+    delta = products.sum(-1)
     if dlse is not None:
         delta.sub_(_rows(dlse, problem, part))
     if grads.sink is not None:
@@ -166,30 +166,28 @@ def _backward_part(
     cap_buffer = _Buffer(k, part.score_count) if problem.softcap else None
 
     for m_lo, m_hi, tiles in row_blocks(problem, part):
-        q_block = _fold(q[:, :, :, m_lo:m_hi], dtype)
-        do_block = _fold(dout[:, :, :, m_lo:m_hi], dtype)
-        q_low, do_low = q_block.to(product_dtype), do_block.to(product_dtype)
-        q_block = q_block * (problem.softmax_scale * scores.q_unit)
-        do_block = do_block * problem.keep_scale
+        q_block = _fold(q[:, :, :, m_lo:m_hi], dtype).mul_(problem.softmax_scale * scores.q_unit)
+        do_block = _fold(dout[:, :, :, m_lo:m_hi], dtype).mul_(problem.keep_scale)
         lse_block, delta_block = (_fold(t[..., m_lo:m_hi, None], dtype) for t in (lse, delta))
         lse_block.masked_fill_(lse_block == -math.inf, 0).mul_(scores.unit)
-        block = q_block, q_low, do_block, do_low, delta_block
+        block = q_block, do_block, delta_block
         dq = torch.zeros_like(q_block)
 
         for tile in tiles:
             terms = scores.terms(tile)
             n_lo, n = tile.n_lo, tile.n_hi - tile.n_lo
-            kt_tile, vt_tile, k_low_tile = kt.narrow(2, n_lo, n), vt.narrow(2, n_lo, n), k_low.narrow(1, n_lo, n)
+            k_tile, kt_tile, vt_tile = k.narrow(1, n_lo, n), kt.narrow(2, n_lo, n), vt.narrow(2, n_lo, n)
             if terms.blind_rows is not None:
-                kt_tile, vt_tile = (t.masked_fill(terms.unseen_keys.transpose(1, 2), 0) for t in (kt_tile, vt_tile))
-                k_low_tile = k_low_tile.masked_fill(terms.unseen_keys, 0)
-                q_block, q_low, do_block, do_low, delta_block = (t.masked_fill(terms.blind_rows, 0) for t in block)
+                k_tile = k_tile.masked_fill(terms.unseen_keys, 0)
+                kt_tile = k_tile.transpose(1, 2)
+                vt_tile = vt_tile.masked_fill(terms.unseen_keys.transpose(1, 2), 0)
+                q_block, do_block, delta_block = (t.masked_fill(terms.blind_rows, 0) for t in block)
             shape = *q_block.shape[:2], n
             cap_slope = None if cap_buffer is None else cap_buffer.tile(*shape)
-            p = scores.exp_(scores.logits(q_block, kt_tile, terms, s_buffer.tile(*shape), cap_slope), lse_block)
+            p = scores.exp_(scores.logits(q_block, kt_tile, tile, terms, s_buffer.tile(*shape), cap_slope), lse_block)
             if dv is not None:
                 dropped = p if terms.keep is None else (scores.by_head(p) * terms.keep).view(shape)
-                _add_product(dv.narrow(1, n_lo, n), dropped.to(product_dtype).transpose(1, 2), do_low)
+                _accumulate(dv.narrow(1, n_lo, n), dropped.transpose(1, 2), do_block)
             if not needs_ds:
                 continue
             dp = torch.bmm(do_block, vt_tile, out=dp_buffer.tile(*shape))
@@ -199,18 +197,21 @@ def _backward_part(
             scores.back_(ds, terms, tile, grads.alibi_slopes, grads.bias)
             if cap_slope is not None:
                 ds.mul_(cap_slope)
-            ds = ds.to(product_dtype)
             if grads.q is not None:
-                _add_product(dq, ds, k_low_tile)
+                _accumulate(dq, ds, k_tile)
             if dk is not None:
-                _add_product(dk.narrow(1, n_lo, n), ds.transpose(1, 2), q_low)
+                _accumulate(dk.narrow(1, n_lo, n), ds.transpose(1, 2), q_block)
 
         if grads.q is not None:
             _unfold(dq.mul_(problem.softmax_scale), _queries(grads.q, problem, part)[:, :, :, m_lo:m_hi])
     if dk is not None:
-        _unfold(dk.mul_(problem.softmax_scale), _keys(grads.k, problem, part))
+        _unfold(dk.div_(scores.q_unit), _keys(grads.k, problem, part))
     if dv is not None:
-        _unfold(dv.mul_(problem.keep_scale), _keys(grads.v, problem, part))
+        _unfold(dv, _keys(grads.v, problem, part))
+
+
+def _accumulate(acc: Tensor, a: Tensor, b: Tensor) -> None:
+    torch.baddbmm(acc, a, b, out=acc)
 
 
 class _Buffer:
@@ -225,21 +226,6 @@ class _Buffer:
         if view is None:
             view = self.views[shape] = self.memory[: math.prod(shape)].view(shape)
         return view
-
-
-def _product_dtype(problem: AttentionProblem) -> torch.dtype:
-    """The dtype in which p and ds enter their products. Scores are always in fp32."""
-    if problem.dtype is torch.bfloat16 and BF16:
-        return torch.bfloat16
-    return problem.lse_dtype
-
-
-def _add_product(acc: Tensor, a: Tensor, b: Tensor) -> None:
-    """acc += a @ b, the product in b's dtype."""
-    if b.dtype is acc.dtype:
-        torch.baddbmm(acc, a, b, out=acc)
-    else:
-        acc.add_(torch.bmm(a.to(b.dtype), b))
 
 
 def _queries(t: Tensor, problem: AttentionProblem, part: Part) -> Tensor:

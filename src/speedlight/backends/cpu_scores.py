@@ -21,6 +21,7 @@ class Terms(NamedTuple):
 
     distance: Tensor | None = None
     bias: Tensor | None = None
+    window: Tensor | None = None  # 0 inside the window, -inf outside; not set where hidden covers it
     hidden: Tensor | None = None
     keep: Tensor | None = None
     # Where a mask or bias decides, rows that see no key of the tile and keys that no row of it sees. What they hold may
@@ -50,9 +51,10 @@ class Scores:
         self.window_only = not (has_bias or has_mask or p.alibi_batched is not None or p.dropout_threshold)
         self.hides_by_value = has_bias or has_mask
 
-        device = p.device
-        self.b = torch.arange(part.batch.start, part.batch.stop, device=device).view(-1, 1, 1, 1)
-        self.h = torch.arange(part.heads.start, part.heads.stop, device=device).view(1, -1, 1, 1)
+        self.batch = part.batch.stop - part.batch.start
+        self.heads = part.heads.stop - part.heads.start
+        self.b = torch.arange(part.batch.start, part.batch.stop, device=p.device).view(-1, 1, 1, 1)
+        self.h = torch.arange(part.heads.start, part.heads.stop, device=p.device).view(1, -1, 1, 1)
         self.slopes = None
         if inputs.alibi_slopes is not None:
             self.slopes = self.of_part(slopes_4d(inputs.alibi_slopes)).to(p.lse_dtype)
@@ -94,7 +96,7 @@ class Scores:
         p = self.problem
         window = None if tile.full else self._outside_window(tile)
         if self.window_only:
-            return NO_TERMS if window is None else Terms(hidden=window)
+            return NO_TERMS if window is None else Terms(window=window)
 
         i = torch.arange(tile.m_lo, tile.m_hi, device=p.device).view(1, 1, -1, 1)
         j = torch.arange(tile.n_lo, tile.n_hi, device=p.device).view(1, 1, 1, -1)
@@ -109,9 +111,9 @@ class Scores:
             rows, keys = (tile.m_lo, tile.m_hi), (tile.n_lo, tile.n_hi)
             keep = keep_tile(*self.dropout_key, rows, keys, p.dropout_threshold)
         if not self.hides_by_value:
-            return Terms(distance, bias, window, keep)
+            return Terms(distance, bias, window, None, keep)
 
-        reasons = [] if window is None else [window]
+        reasons = [] if window is None else [window == -math.inf]
         if bias is not None:
             reasons.append(bias == -math.inf)
         if self.mask is not None:
@@ -121,22 +123,24 @@ class Scores:
         hidden = reasons[0]
         for reason in reasons[1:]:
             hidden = hidden | reason
-        return Terms(distance, bias, hidden, keep, *self._blind_and_unseen(hidden, tile))
+        return Terms(distance, bias, None, hidden, keep, *self._blind_and_unseen(hidden, tile))
+
+    def _shift(self, tile: Tile) -> int:
+        """The key, counted from the tile's first, at whose position its first row sits."""
+        return tile.m_lo + self.part.seqlen_k - self.part.seqlen_q - tile.n_lo
 
     def _outside_window(self, tile: Tile) -> Tensor:
-        """(m, n) True outside the window. Tiles on the diagonal are alike, so the last one is kept."""
+        """(m, n) 0 inside the window and -inf outside. Tiles on the diagonal are alike, so the last one is kept."""
         p = self.problem
-        shift = tile.m_lo + self.part.seqlen_k - self.part.seqlen_q - tile.n_lo
-        key = tile.m_hi - tile.m_lo, tile.n_hi - tile.n_lo, shift
+        key = tile.m_hi - tile.m_lo, tile.n_hi - tile.n_lo, self._shift(tile)
         if self._window_cache is None or self._window_cache[0] != key:
-            position = torch.arange(key[0], device=p.device)[:, None] + shift
-            step = torch.arange(key[1], device=p.device) - position  # from the query's position to the key
-            hidden = torch.zeros_like(step, dtype=torch.bool)
+            m, n, shift = key
+            inside = torch.ones(m, n, dtype=torch.bool, device=p.device)
             if p.window_right is not None:
-                hidden |= step > p.window_right
+                inside.tril_(shift + p.window_right)
             if p.window_left is not None:
-                hidden |= step < -p.window_left
-            self._window_cache = key, hidden
+                inside.triu_(shift - p.window_left)
+            self._window_cache = key, torch.zeros(m, n, dtype=p.lse_dtype, device=p.device).masked_fill_(~inside, -math.inf)
         return self._window_cache[1]
 
     def _call(self, fn: Any, aux: list[tuple[Any, Tensor]], i: Tensor, j: Tensor, tile: Tile) -> Tensor:
@@ -155,24 +159,26 @@ class Scores:
 
     def _blind_and_unseen(self, hidden: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         part, group = self.part, self.problem.group_size
-        batch, heads = self.b.shape[0], self.h.shape[1]
         m, n = tile.m_hi - tile.m_lo, tile.n_hi - tile.n_lo
         hidden = hidden[(None,) * (4 - hidden.dim())]
-        blind = hidden.all(3).expand(batch, heads, m).reshape(part.pairs, group * m, 1)
-        unseen = hidden.all(2).expand(batch, heads, n).reshape(part.pairs, group, n).all(1)
+        blind = hidden.all(3).expand(self.batch, self.heads, m).reshape(part.pairs, group * m, 1)
+        unseen = hidden.all(2).expand(self.batch, self.heads, n).reshape(part.pairs, group, n).all(1)
         return blind, unseen[:, :, None]
 
-    def logits(self, q: Tensor, kt: Tensor, terms: Terms, out: Tensor, cap_slope: Tensor | None = None) -> Tensor:
+    def logits(
+        self, q: Tensor, kt: Tensor, tile: Tile, terms: Terms, out: Tensor, cap_slope: Tensor | None = None
+    ) -> Tensor:
         """q (pairs, rows, D), which carries softmax_scale * q_unit, times kt (pairs, D, n), modified; hidden ones -inf.
 
         ``cap_slope`` receives the derivative of the softcap.
         """
+        p = self.problem
         s = torch.bmm(q, kt, out=out)
-        if self.problem.softcap:
+        if p.softcap:
             s.tanh_()
             if cap_slope is not None:
                 torch.mul(s, s, out=cap_slope).neg_().add_(1.0)
-            s.mul_(self.problem.softcap * self.unit)
+            s.mul_(p.softcap * self.unit)
         if terms is NO_TERMS:
             return s
         by_head = self.by_head(s)
@@ -180,14 +186,21 @@ class Scores:
             by_head.addcmul_(self.slopes, terms.distance, value=-self.unit)
         if terms.bias is not None:
             by_head.add_(terms.bias)
+        if terms.window is not None:
+            # A hidden score may be NaN, so it is overwritten before -inf is added: a third of masked_fill_'s time.
+            if p.window_right is not None:
+                by_head.tril_(self._shift(tile) + p.window_right)
+            if p.window_left is not None:
+                by_head.triu_(self._shift(tile) - p.window_left)
+            by_head.add_(terms.window)
         if terms.hidden is not None:
             by_head.masked_fill_(terms.hidden, -math.inf)
         return s
 
     def by_head(self, tile: Tensor) -> Tensor:
         """(pairs, group * m, n) as (B, H, m, n)."""
-        batch, heads = self.b.shape[0], self.h.shape[1]
-        return tile.view(batch, heads, tile.shape[0] * tile.shape[1] // (batch * heads), tile.shape[2])
+        m = tile.shape[0] * tile.shape[1] // (self.batch * self.heads)
+        return tile.view(self.batch, self.heads, m, tile.shape[2])
 
     def exp_(self, s: Tensor, m: Tensor) -> Tensor:
         """exp(s - m) in place, both in this part's unit."""

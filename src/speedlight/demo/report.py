@@ -102,7 +102,7 @@ def render(results: Results) -> str:
     )
     environment.filters |= {"memory": memory, "duration": duration, "scientific": scientific}
     with matplotlib.rc_context(_STYLE):
-        charts = {
+        charts: dict[str, Any] = {
             "loss": _chart(_draw_loss, results, (6.4, 3.9), "Training loss of both methods by step"),
             "clock": _chart(_draw_clock, results, (6.4, 3.9), "Training loss of both methods by training time"),
             "errors": {
@@ -110,10 +110,10 @@ def render(results: Results) -> str:
                 for dtype in dict.fromkeys(row.dtype for row in results.errors)
             },
             "time": _chart(_draw_time, results, (6.4, 3.6), "Time of one attention layer by sequence length"),
-            "memory": _chart(
-                _draw_memory, results, (6.4, 3.6), "Peak memory of one attention layer by sequence length"
-            ),
         }
+        if any(point.measured and point.peak_bytes for point in results.points):
+            label = "Peak memory of one attention layer by sequence length"
+            charts["memory"] = _chart(_draw_memory, results, (6.4, 3.6), label)
     return environment.get_template("report.html.j2").render(
         results=results,
         names=NAMES,

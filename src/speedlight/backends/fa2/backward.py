@@ -165,7 +165,9 @@ def _attn_bwd_dkdv_kernel(
         q_h = q + tl.cast(h, tl.int64) * stride_qh * UNIT
         dout_h = dout + tl.cast(h, tl.int64) * stride_doh * UNIT
         lse_h = lse + first_lse + tl.cast(h, tl.int64) * lse_rows
-        delta_h = delta + first_lse + tl.cast(h, tl.int64) * lse_rows
+        delta_h = lse_h
+        if NEED_DK:
+            delta_h = delta + first_lse + tl.cast(h, tl.int64) * lse_rows
         for part in tl.static_range(3):  # as in the forward
             if part == 1 or (part == 0 and HAS_RIGHT) or (part == 2 and (HAS_LEFT or TAIL)):
                 start = lo if part == 0 else (full_lo if part == 1 else full_hi)
