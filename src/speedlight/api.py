@@ -128,6 +128,9 @@ def attention_varlen(
     Returns:
         out (Tq, H, Dv); with ``return_lse`` (out, lse), lse (H, Tq).
     """
+    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if cu_seqlens is None:
+            raise ValueError(f"{name} is missing: attention_varlen needs cu_seqlens_q and cu_seqlens_k")
     q, k, v = _autocast(q, k, v)
     if dropout_p and dropout_seed is None:
         dropout_seed = _draw_seed(q, generator)
@@ -174,7 +177,8 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     dtype = torch.promote_types(out_a.dtype, out_b.dtype)
     a, b = out_a.to(lse.dtype), out_b.to(lse.dtype)
     out = a + rows(weight_b) * (b - a)
-    out = torch.where(rows(empty_b), a, torch.where(rows(empty_a), b, out))
+    out = torch.where(rows(both_full), out, torch.where(rows(empty_b), a, b))
+    out = torch.where(rows(empty_a & empty_b), 0.0, out)
     return out.to(dtype), lse
 
 
@@ -200,7 +204,9 @@ def warmup(problems: Iterable[tuple[tuple[Any, ...], dict[str, Any]]], *, backwa
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Autocast acts on q, k and v only; slopes, biases and sinks keep their precision."""
     device_type = q.device.type
-    if torch.is_autocast_enabled(device_type) and q.dtype is not torch.float64:
+    if device_type == "meta" or q.dtype is torch.float64:
+        return q, k, v
+    if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         return q.to(dtype), k.to(dtype), v.to(dtype)
     return q, k, v

@@ -61,9 +61,7 @@ def keep_mask(seed: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, threshol
     return words & 0xFFFF >= threshold
 
 
-def keep_tile(
-    key: Tensor, counter_xor: Tensor, rows: tuple[int, int], keys: tuple[int, int], threshold: int
-) -> Tensor:
+def keep_tile(key: Tensor, counter_xor: Tensor, rows: tuple[int, int], keys: tuple[int, int], threshold: int) -> Tensor:
     """``keep_mask`` of a tile, each group drawn once.
 
     Args:
@@ -80,12 +78,12 @@ def keep_tile(
     i = (torch.arange(first_row, first_row + row_blocks, device=key.device)[:, None] * 16 + eight).view(-1, 1)
     j = (torch.arange(first_key, first_key + key_blocks, device=key.device)[:, None] * 16 + eight).view(-1)
     words = philox_2x32(i ^ counter_xor, j, key)
-    keep = torch.empty(
-        (*key.shape[:2], row_blocks, 2, 8, key_blocks, 2, 8), dtype=torch.bool, device=key.device
-    )
+    keep = torch.empty((*key.shape[:2], row_blocks, 2, 8, key_blocks, 2, 8), dtype=torch.bool, device=key.device)
     for row_bit in (0, 1):
         x = words[row_bit].view(*key.shape[:2], row_blocks, 8, key_blocks, 8)
         for key_bit in (0, 1):
             torch.ge(x >> 16 * key_bit & 0xFFFF, threshold, out=keep[:, :, :, row_bit, :, :, key_bit])
     keep = keep.view(*key.shape[:2], row_blocks * 16, key_blocks * 16)
-    return keep[:, :, rows[0] - first_row * 16 : rows[1] - first_row * 16, keys[0] - first_key * 16 : keys[1] - first_key * 16]
+    return keep[
+        :, :, rows[0] - first_row * 16 : rows[1] - first_row * 16, keys[0] - first_key * 16 : keys[1] - first_key * 16
+    ]

@@ -25,6 +25,8 @@ _AXES = ("head", "q", "kv")
 
 def check_function(fn: Callable[..., Any], what: str) -> None:
     """Refuse functions that a kernel cannot be compiled from, with the reason."""
+    if torch.compiler.is_compiling():
+        return  # Dynamo mistraces __qualname__; an unusable function fails when the op looks it up by name
     if not inspect.isfunction(fn):
         raise TypeError(f"{what}: expected a plain Python function, got {type(fn).__name__}")
     if fn.__closure__ is not None or "<locals>" in fn.__qualname__ or fn.__name__ == "<lambda>":

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from . import select
 from .backends.contract import Grads, Inputs, Needs
 from .modifiers import Bias, Mask, function_from_name, function_name
-from .problem import AttentionProblem, describe
+from .problem import AttentionProblem, check_window, describe
 
 _TENSOR_FIELDS = Inputs._fields[:12]  # all but the two aux tuples
 _DIFFERENTIABLE = tuple(_TENSOR_FIELDS.index(name) for name in Needs._fields)
@@ -34,12 +35,16 @@ def attention(
     max_seqlen_q: int | Tensor | None, max_seqlen_k: int | Tensor | None, backend: str | None, **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) with autograd, by the wrapper that fits the caller's situation."""
-    if _needs_dispatcher(q, k, v):
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(q, k, v, *(options[name] for name in ("alibi_slopes", "bias", "sink")))
+    compiling = torch.compiler.is_compiling()
+    functorch = not compiling and torch._C._are_functorch_transforms_active()
+    if compiling or (not functorch and _needs_dispatcher(q, k, v)):  # custom ops have no rules for func.grad and jvp
         return _call_op(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend, **options)
     problem, inputs = describe(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options)
     choice = select.choose(problem, backend)
     arguments = (problem, choice.module, *inputs[:12], *inputs.mask_aux, *inputs.bias_aux)
-    if torch._C._are_functorch_transforms_active():
+    if functorch:
         return _Attention.apply(*arguments)
     if torch.is_grad_enabled() and _requires_grad(inputs):
         # Function.apply without its preparation for functorch, which inspects the signature anew on every call and
@@ -49,9 +54,19 @@ def attention(
 
 
 def _needs_dispatcher(*tensors: Tensor) -> bool:
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    if torch._C._len_torch_dispatch_stack() > 0:
         return True
     return any(type(t) is not Tensor and type(t) is not torch.nn.Parameter for t in tensors)
+
+
+def _refuse_tangents(*tensors: Any) -> None:
+    """Forward-mode AD outside functorch would pass by every wrapper and lose its tangents in silence."""
+    compiling = torch.compiler.is_compiling()
+    if not compiling and torch._C._are_functorch_transforms_active():
+        return  # _Attention.jvp speaks
+    given = [t for t in tensors if isinstance(t, Tensor)]
+    if compiling or any(forward_ad.unpack_dual(t).tangent is not None for t in given):
+        raise NotImplementedError(_NO_SECOND_ORDER.format(what="forward-mode derivative (jvp)"))
 
 
 def _requires_grad(x: Inputs) -> bool:
@@ -187,6 +202,7 @@ def _call_op(
     alibi_slopes: Tensor | None, bias: Any, mask: Any, sink: Tensor | None, seqused_q: Tensor | None,
     seqused_k: Tensor | None, dropout_p: float, dropout_seed: Tensor | None, deterministic: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    window = check_window(window)
     bias_is_function, mask_is_function = isinstance(bias, Bias), isinstance(mask, Mask)
     return torch.ops.speedlight.attention_forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes,
@@ -256,7 +272,7 @@ def _backward_op(dout: Any, dlse: Any, out: Tensor, lse: Tensor, needs: list[boo
     problem, inputs, backend = _describe_op(args)
     grads = run_backward(problem, backend, inputs, out, lse, dout, dlse, Needs(*needs))
     # A 4-D view of a bias was differentiated; its gradient goes back in the shape that came in.
-    return [g.reshape(args[n].shape) for n, g in zip(_DIFFERENTIABLE, grads, strict=True) if g is not None]
+    return [g.reshape(args[n].shape).contiguous() for n, g in zip(_DIFFERENTIABLE, grads, strict=True) if g is not None]
 
 
 @_backward_op.register_fake
@@ -275,9 +291,11 @@ def _op_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[An
     *tensors, out, lse = ctx.saved_tensors
     split = 12 + ctx.num_mask_aux
     args = (*tensors[:12], tensors[12:split], tensors[split:], *ctx.rest)
+    split_sizes = (ctx.num_mask_aux, len(tensors) - split)
     needs = [bool(ctx.needs_input_grad[n]) for n in _DIFFERENTIABLE]
     grads = iter(torch.ops.speedlight.attention_backward(dout, dlse, out, lse, needs, *args))
     result: list[Any] = [None] * _NUM_ARGUMENTS
+    result[12], result[13] = [None] * split_sizes[0], [None] * split_sizes[1]
     for n, need in zip(_DIFFERENTIABLE, needs, strict=True):
         if need:
             result[n] = next(grads)

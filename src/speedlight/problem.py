@@ -96,7 +96,7 @@ class AttentionProblem:
     @property
     def empty(self) -> bool:
         """No output at all."""
-        return self.batch == 0 or self.seqlen_q == 0 or self.num_heads == 0 or self.head_dim_v == 0
+        return self.batch == 0 or self.seqlen_q == 0 or self.num_heads == 0
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
@@ -141,13 +141,18 @@ def describe(
     Raises:
         TypeError, ValueError: naming the argument and the values that do not fit.
     """
+    if type(deterministic) is not bool:
+        raise TypeError(f"deterministic must be a bool, got {type(deterministic).__name__}")
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    left, right = window if type(window) is tuple and len(window) == 2 else (window, window)
     key = (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        softmax_scale, causal, window, softcap, dropout_p, deterministic,
+        softmax_scale, causal, left, right, softcap, dropout_p, deterministic,
+        # True == 1 == 1.0: what validation tells apart must not look alike here.
+        type(softmax_scale), type(causal), type(left), type(right), type(softcap), type(dropout_p),
         None if cu_seqlens_q is None else _facts(cu_seqlens_q), None if cu_seqlens_k is None else _facts(cu_seqlens_k),
-        None if max_seqlen_q is None or isinstance(max_seqlen_q, Tensor) else max_seqlen_q,
-        None if max_seqlen_k is None or isinstance(max_seqlen_k, Tensor) else max_seqlen_k,
+        None if max_seqlen_q is None or isinstance(max_seqlen_q, Tensor) else (max_seqlen_q, type(max_seqlen_q)),
+        None if max_seqlen_k is None or isinstance(max_seqlen_k, Tensor) else (max_seqlen_k, type(max_seqlen_k)),
         None if alibi_slopes is None else _facts(alibi_slopes), None if bias is None else _facts(bias),
         None if mask is None else _facts(mask), None if sink is None else _facts(sink),
         None if seqused_q is None else _facts(seqused_q), None if seqused_k is None else _facts(seqused_k),
@@ -164,7 +169,8 @@ def describe(
         )  # fmt: skip
         if len(_PROBLEMS) >= _PROBLEMS_LIMIT:
             _PROBLEMS.clear()
-        problem = _PROBLEMS.setdefault(key, problem)
+        if type(window) is tuple:
+            problem = _PROBLEMS.setdefault(key, problem)
 
     if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
         q, k, v = _unit_stride(q, "q"), _unit_stride(k, "k"), _unit_stride(v, "v")
@@ -329,7 +335,7 @@ def _validate(
         raise ValueError(f"softcap must be 0 (off) or positive, got {softcap}")
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
-    left, right = _window(window)
+    left, right = check_window(window)
     if causal:
         right = 0
     # The farthest visible key lies seqlen_k - 1 to the left, and seqlen_q - 1 to the right, of a query's position.
@@ -402,7 +408,7 @@ def _number(name: str, x: Any) -> float:
     return float(x)
 
 
-def _window(window: Any) -> Window:
+def check_window(window: Any) -> Window:
     if not isinstance(window, tuple | list) or len(window) != 2:
         raise ValueError(f"window must be a pair (left, right) of sizes or None, got {window!r}")
     for size in window:

@@ -10,7 +10,7 @@ Backward (Algorithm 2), from lse alone, with delta = rowsum(out * dout) - dlse:
     p  = exp(s - lse);      dv += drop(p)^T dout
     ds = p * (drop(dout v^T) - delta)
     dq += ds k;  dk += ds^T q;  dbias += ds;  dslope -= ds * distance;  dsink = -sum exp(sink - lse) * delta
-The paper has keys outside and rows inside, for parallelism. Here tiles follow each other, and one loop serves both passes.
+The paper has keys outside and rows inside, for parallelism; here tiles follow each other, and both passes share a loop.
 
 Shapes in a part (cpu_plan.py): pairs = batch entries * K/V heads, rows = group * m, where a K/V head's ``group`` query
 heads lie one below the other, so K and V are never repeated:
@@ -29,7 +29,7 @@ from torch import Tensor
 from ..problem import AttentionProblem
 from .contract import Grads, Inputs, Needs
 from .cpu_plan import Part, parts, row_blocks
-from .cpu_scores import Scores, slopes_4d
+from .cpu_scores import Scores
 
 
 def supports(problem: AttentionProblem, target: Any) -> None:
@@ -51,7 +51,7 @@ def _forward_part(problem: AttentionProblem, inputs: Inputs, part: Part, out: Te
     dtype = problem.lse_dtype
     scores = Scores(problem, inputs, part)
     q, out = _queries(inputs.q, problem, part), _queries(out, problem, part)
-    kt = _fold(_keys(inputs.k, problem, part), dtype).transpose(1, 2)
+    kt = _fold(_keys(inputs.k, problem, part), dtype).mT
     v = _fold(_keys(inputs.v, problem, part), dtype)
     lse = _rows(lse, problem, part)
     sink = None
@@ -74,11 +74,11 @@ def _forward_part(problem: AttentionProblem, inputs: Inputs, part: Part, out: Te
 
         for tile in tiles:
             terms = scores.terms(tile)
-            n_lo, n = tile.n_lo, tile.n_hi - tile.n_lo
+            n_lo, n = tile.n_lo - part.seen_lo, tile.n_hi - tile.n_lo
             kt_tile, v_tile = kt.narrow(2, n_lo, n), v.narrow(1, n_lo, n)
-            if terms.unseen_keys is not None:
-                kt_tile = kt_tile.masked_fill(terms.unseen_keys.transpose(1, 2), 0)
-                v_tile = v_tile.masked_fill(terms.unseen_keys, 0)
+            if terms.blind is not None:
+                _, unseen_keys = terms.blind
+                kt_tile, v_tile = kt_tile.masked_fill(unseen_keys.mT, 0), v_tile.masked_fill(unseen_keys, 0)
             s = scores.logits(q_block, kt_tile, tile, terms, buffer.tile(*q_block.shape[:2], n))
             torch.maximum(m_i, s.amax(-1, keepdim=True), out=m_new)
             p = scores.exp_(s, m_new)
@@ -108,27 +108,27 @@ def backward(
     """The gradients asked for, from those of out and lse; None stands for zeros."""
     if dout is None:
         dout = out.new_zeros(()).expand(out.shape)
-    accumulator = problem.lse_dtype
-    d_slopes = d_bias = d_sink = None
-    if needs.alibi_slopes:
-        d_slopes = torch.zeros_like(slopes_4d(inputs.alibi_slopes), dtype=accumulator)
-    if needs.bias:
-        d_bias = torch.zeros(inputs.bias.shape, dtype=accumulator, device=out.device)
-    if needs.sink:
-        d_sink = torch.zeros(inputs.sink.shape, dtype=accumulator, device=out.device)
-    dq, dk, dv = (
-        torch.zeros(t.shape, dtype=t.dtype, device=t.device) if needed else None
-        for t, needed in ((inputs.q, needs.q), (inputs.k, needs.k), (inputs.v, needs.v))
+    wide = problem.lse_dtype
+    # A bias without a broadcast axis gets each element once, and needs no wider sum.
+    d_bias_dtype = None if inputs.bias is None or 1 not in inputs.bias.shape else wide
+    grads = Grads(
+        _zeros(inputs.q, needs.q),
+        _zeros(inputs.k, needs.k),
+        _zeros(inputs.v, needs.v),
+        _zeros(inputs.alibi_slopes, needs.alibi_slopes, wide),
+        _zeros(inputs.bias, needs.bias, d_bias_dtype),
+        _zeros(inputs.sink, needs.sink, wide),
     )
     for part in parts(problem, inputs, buffers=2):
-        _backward_part(problem, inputs, part, out, lse, dout, dlse, Grads(dq, dk, dv, d_slopes, d_bias, d_sink))
-    if d_slopes is not None:
-        d_slopes = d_slopes.view(inputs.alibi_slopes.shape).to(inputs.alibi_slopes.dtype)
-    if d_bias is not None:
-        d_bias = d_bias.to(inputs.bias.dtype)
-    if d_sink is not None:
-        d_sink = d_sink.to(inputs.sink.dtype)
-    return Grads(dq, dk, dv, d_slopes, d_bias, d_sink)
+        _backward_part(problem, inputs, part, out, lse, dout, dlse, grads)
+    sources = inputs.q, inputs.k, inputs.v, inputs.alibi_slopes, inputs.bias, inputs.sink
+    return Grads(*(t if t is None or x is None else t.to(x.dtype) for t, x in zip(grads, sources, strict=True)))
+
+
+def _zeros(like: Tensor | None, needed: bool, dtype: torch.dtype | None = None) -> Tensor | None:
+    if like is None or not needed:
+        return None
+    return torch.zeros(like.shape, dtype=dtype or like.dtype, device=like.device)
 
 
 def _backward_part(
@@ -146,7 +146,7 @@ def _backward_part(
     scores = Scores(problem, inputs, part)
     q, out, dout = (_queries(t, problem, part) for t in (inputs.q, out, dout))
     k, v = (_fold(_keys(t, problem, part), dtype) for t in (inputs.k, inputs.v))
-    kt, vt = k.transpose(1, 2), v.transpose(1, 2)
+    kt, vt = k.mT, v.mT
     lse = _rows(lse, problem, part)
     products = out.to(dtype) * dout.to(dtype)
     if scores.hides_by_value or problem.sink:
@@ -155,12 +155,14 @@ def _backward_part(
     delta = products.sum(-1)
     if dlse is not None:
         delta.sub_(_rows(dlse, problem, part))
-    if grads.sink is not None:
+    if grads.sink is not None and inputs.sink is not None:
         sink = inputs.sink[part.heads].to(dtype).view(1, *lse.shape[1:3], 1)
         weight = (sink - lse.masked_fill(lse == -math.inf, math.inf)).exp()
         grads.sink[part.heads].sub_((weight * delta).masked_fill_(weight == 0, 0).sum((0, 3)).view(-1))
 
     needs_ds = any(t is not None for t in (grads.q, grads.k, grads.alibi_slopes, grads.bias))
+    if not needs_ds and grads.v is None:
+        return
     dk, dv = (None if t is None else torch.zeros_like(like) for t, like in ((grads.k, k), (grads.v, v)))
     s_buffer, dp_buffer = _Buffer(k, part.score_count), _Buffer(k, part.score_count)
     cap_buffer = _Buffer(k, part.score_count) if problem.softcap else None
@@ -175,38 +177,38 @@ def _backward_part(
 
         for tile in tiles:
             terms = scores.terms(tile)
-            n_lo, n = tile.n_lo, tile.n_hi - tile.n_lo
+            n_lo, n = tile.n_lo - part.seen_lo, tile.n_hi - tile.n_lo
             k_tile, kt_tile, vt_tile = k.narrow(1, n_lo, n), kt.narrow(2, n_lo, n), vt.narrow(2, n_lo, n)
-            if terms.blind_rows is not None:
-                k_tile = k_tile.masked_fill(terms.unseen_keys, 0)
-                kt_tile = k_tile.transpose(1, 2)
-                vt_tile = vt_tile.masked_fill(terms.unseen_keys.transpose(1, 2), 0)
-                q_block, do_block, delta_block = (t.masked_fill(terms.blind_rows, 0) for t in block)
+            if terms.blind is not None:
+                blind_rows, unseen_keys = terms.blind
+                q_block, do_block, delta_block = (t.masked_fill(blind_rows, 0) for t in block)
+                k_tile, vt_tile = k_tile.masked_fill(unseen_keys, 0), vt_tile.masked_fill(unseen_keys.mT, 0)
+                kt_tile = k_tile.mT
             shape = *q_block.shape[:2], n
             cap_slope = None if cap_buffer is None else cap_buffer.tile(*shape)
             p = scores.exp_(scores.logits(q_block, kt_tile, tile, terms, s_buffer.tile(*shape), cap_slope), lse_block)
             if dv is not None:
                 dropped = p if terms.keep is None else (scores.by_head(p) * terms.keep).view(shape)
-                _accumulate(dv.narrow(1, n_lo, n), dropped.transpose(1, 2), do_block)
+                _accumulate(dv.narrow(1, n_lo, n), dropped.mT, do_block)
             if not needs_ds:
                 continue
             dp = torch.bmm(do_block, vt_tile, out=dp_buffer.tile(*shape))
             if terms.keep is not None:
                 scores.by_head(dp).mul_(terms.keep)
             ds = dp.sub_(delta_block).mul_(p)
-            scores.back_(ds, terms, tile, grads.alibi_slopes, grads.bias)
+            scores.add_grads(ds, terms, tile, grads.alibi_slopes, grads.bias)
             if cap_slope is not None:
                 ds.mul_(cap_slope)
             if grads.q is not None:
                 _accumulate(dq, ds, k_tile)
             if dk is not None:
-                _accumulate(dk.narrow(1, n_lo, n), ds.transpose(1, 2), q_block)
+                _accumulate(dk.narrow(1, n_lo, n), ds.mT, q_block)
 
         if grads.q is not None:
             _unfold(dq.mul_(problem.softmax_scale), _queries(grads.q, problem, part)[:, :, :, m_lo:m_hi])
-    if dk is not None:
+    if grads.k is not None and dk is not None:
         _unfold(dk.div_(scores.q_unit), _keys(grads.k, problem, part))
-    if dv is not None:
+    if grads.v is not None and dv is not None:
         _unfold(dv, _keys(grads.v, problem, part))
 
 
@@ -238,11 +240,9 @@ def _queries(t: Tensor, problem: AttentionProblem, part: Part) -> Tensor:
 
 
 def _keys(t: Tensor, problem: AttentionProblem, part: Part) -> Tensor:
-    """The part of a tensor like k, as a view (B, Hk, 1, Sk, dim)."""
-    if problem.varlen:
-        t = t[None, part.start_k : part.start_k + part.seqlen_k, part.heads_kv]
-    else:
-        t = t[part.batch, : part.seqlen_k, part.heads_kv]
+    """The part of a tensor like k that some row may see, as a view (B, Hk, 1, keys, dim)."""
+    keys = slice(part.start_k + part.seen_lo, part.start_k + part.seen_hi)
+    t = t[None, keys, part.heads_kv] if problem.varlen else t[part.batch, keys, part.heads_kv]
     return t.transpose(1, 2).unsqueeze(2)
 
 

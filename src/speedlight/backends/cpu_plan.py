@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ..problem import AttentionProblem
 from .contract import Inputs
-from .ranges import UNLIMITED, full_key_range, key_range, seeing_rows
+from .ranges import UNLIMITED, full_key_range, key_range, seeing_rows, seen_keys
 
 # A tile of scores is written once and read several times, so a thread's share of it must stay in the core's L2 cache:
 # three times the speed of larger tiles (Xeon with 2 MiB of L2 a core, torch 2.13, 2026-11-30).
@@ -31,6 +32,8 @@ class Part(NamedTuple):
     seqlen_k: int
     start_q: int  # the sequence's first token in varlen, otherwise 0
     start_k: int
+    seen_lo: int  # keys [seen_lo, seen_hi) are inside some row's window; no others are read
+    seen_hi: int
     block_m: int
     block_n: int
     score_count: int  # of the largest tile
@@ -75,7 +78,7 @@ def _lengths(batch: int, total: int, cu_seqlens: Tensor | None, seqused: Tensor 
     starts, lengths = [0] * batch, [total] * batch
     if cu_seqlens is not None:
         bounds = cu_seqlens.clamp(0, total).tolist()
-        starts, lengths = bounds[:-1], [max(hi - lo, 0) for lo, hi in zip(bounds, bounds[1:], strict=False)]
+        starts, lengths = bounds[:-1], [max(hi - lo, 0) for lo, hi in pairwise(bounds)]
     if seqused is not None:
         lengths = [min(max(used, 0), n) for used, n in zip(seqused.tolist(), lengths, strict=True)]
     return starts, lengths
@@ -87,26 +90,29 @@ def _split(
     """Cut sequences of one length into parts whose score tiles fit the cache."""
     if seqlen_q == 0:
         return
-    if p.device.type == "cpu":
-        score_bytes = SCORE_BYTES_PER_THREAD * torch.get_num_threads()
-    else:
-        score_bytes = SCORE_BYTES_ON_GPU
+    on_cpu = p.device.type == "cpu"
+    score_bytes = SCORE_BYTES_PER_THREAD * torch.get_num_threads() if on_cpu else SCORE_BYTES_ON_GPU
     budget = score_bytes // (p.lse_dtype.itemsize * buffers)
+    seen_lo, seen_hi = seen_keys(seqlen_q, seqlen_k, *_window(p))
     block_m = min(max(BLOCK_ROWS // p.group_size, 1), seqlen_q)
     rows = block_m * p.group_size
-    block_n = max(min(BLOCK_N, seqlen_k), 1)
+    block_n = max(min(BLOCK_N, seen_hi - seen_lo), 1)
     pairs = max(budget // (rows * block_n), 1)  # that fit at once
     if pairs >= len(batch) * p.num_heads_kv:  # all of them: spend the rest on longer tiles
         block_n = max(block_n, budget // (rows * len(batch) * p.num_heads_kv) // ALIGN_N * ALIGN_N)
+        block_n = min(block_n, max(seen_hi - seen_lo, 1))
     heads_step = _even_step(p.num_heads_kv, pairs)
     batch_step = _even_step(len(batch), max(pairs // p.num_heads_kv, 1))
     for b in range(batch.start, batch.stop, batch_step):
+        entries = slice(b, min(b + batch_step, batch.stop))
         for h in range(0, p.num_heads_kv, heads_step):
             heads_kv = slice(h, min(h + heads_step, p.num_heads_kv))
             heads = slice(heads_kv.start * p.group_size, heads_kv.stop * p.group_size)
-            entries = slice(b, min(b + batch_step, batch.stop))
-            count = (entries.stop - b) * (heads_kv.stop - h) * rows * min(block_n, seqlen_k)
-            yield Part(entries, heads, heads_kv, seqlen_q, seqlen_k, start_q, start_k, block_m, block_n, count)
+            score_count = (entries.stop - b) * (heads_kv.stop - h) * rows * block_n
+            yield Part(
+                entries, heads, heads_kv, seqlen_q, seqlen_k, start_q, start_k, seen_lo, seen_hi,
+                block_m, block_n, score_count,
+            )  # fmt: skip
 
 
 def _even_step(total: int, limit: int) -> int:
@@ -115,12 +121,15 @@ def _even_step(total: int, limit: int) -> int:
     return -(-total // steps)
 
 
+def _window(problem: AttentionProblem) -> tuple[int, int]:
+    left, right = problem.window_left, problem.window_right
+    return UNLIMITED if left is None else left, UNLIMITED if right is None else right
+
+
 def row_blocks(problem: AttentionProblem, part: Part) -> Iterator[tuple[int, int, list[Tile]]]:
     """(m_lo, m_hi, tiles) for the blocks of rows that see any key. Other rows are never touched: whatever they hold,
     NaN included, stays out of every product."""
-    left = UNLIMITED if problem.window_left is None else problem.window_left
-    right = UNLIMITED if problem.window_right is None else problem.window_right
-    window = part.seqlen_q, part.seqlen_k, left, right
+    window = part.seqlen_q, part.seqlen_k, *_window(problem)
     first, last = seeing_rows(*window)
     for m_lo in range(first, last, part.block_m):
         m_hi = min(m_lo + part.block_m, last)

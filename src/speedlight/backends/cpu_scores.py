@@ -21,14 +21,13 @@ class Terms(NamedTuple):
 
     distance: Tensor | None = None
     bias: Tensor | None = None
-    window: Tensor | None = None  # 0 inside the window, -inf outside; not set where hidden covers it
+    window: Tensor | None = None  # 0 inside the window, -inf outside; part of hidden where there is one
     hidden: Tensor | None = None
     keep: Tensor | None = None
-    # Where a mask or bias decides, rows that see no key of the tile and keys that no row of it sees. What they hold may
-    # be NaN, and 0 * NaN is NaN, so they are zeroed before any product. A window needs no such care: tiles start and
-    # end at its edges.
-    blind_rows: Tensor | None = None  # (pairs, rows, 1)
-    unseen_keys: Tensor | None = None  # (pairs, n, 1)
+    # (pairs, rows, 1) rows that see no key of the tile, and (pairs, n, 1) keys that no row of it sees, where a mask or
+    # bias decides. They may hold NaN, and 0 * NaN is NaN, so they are zeroed before any product. A window needs no such
+    # care: tiles start and end at its edges.
+    blind: tuple[Tensor, Tensor] | None = None
 
 
 NO_TERMS = Terms()
@@ -37,9 +36,9 @@ NO_TERMS = Terms()
 class Scores:
     """The modifiers of one part.
 
-    Logits are in units of log 2, for exp2: torch.exp on a CPU takes up to 200 times as long where its result underflows,
-    as it does for hidden and far keys. With a bias or a sink the unit is natural, because finfo.min * log2(e) would be
-    -inf, and because a row without keys has exactly the sink as its lse.
+    Logits are in units of log 2, for exp2: torch.exp on a CPU takes up to 200 times as long where its result
+    underflows, as for hidden and far keys. With a bias or a sink the unit is natural, because finfo.min * log2(e)
+    would be -inf, and because a row without keys has exactly the sink as its lse.
     """
 
     def __init__(self, problem: AttentionProblem, inputs: Inputs, part: Part):
@@ -57,7 +56,7 @@ class Scores:
         self.h = torch.arange(part.heads.start, part.heads.stop, device=p.device).view(1, -1, 1, 1)
         self.slopes = None
         if inputs.alibi_slopes is not None:
-            self.slopes = self.of_part(slopes_4d(inputs.alibi_slopes)).to(p.lse_dtype)
+            self.slopes = self.of_part(_slopes_4d(inputs.alibi_slopes)).to(p.lse_dtype)
         self.bias = self._checked("bias", inputs.bias)
         self.mask = self._checked("mask", inputs.mask)
         self.bias_aux = self._aux(p.bias_axes, inputs.bias_aux)
@@ -70,9 +69,7 @@ class Scores:
     def of_part(self, t: Tensor) -> Tensor:
         """This part's batch entries and heads of a tensor that broadcasts to (B, H, ., .)."""
         everything = slice(None)
-        return t[
-            self.part.batch if t.shape[0] > 1 else everything, self.part.heads if t.shape[1] > 1 else everything
-        ]
+        return t[self.part.batch if t.shape[0] > 1 else everything, self.part.heads if t.shape[1] > 1 else everything]
 
     def _checked(self, name: str, t: Tensor | None) -> Tensor | None:
         if t is None:
@@ -123,7 +120,7 @@ class Scores:
         hidden = reasons[0]
         for reason in reasons[1:]:
             hidden = hidden | reason
-        return Terms(distance, bias, None, hidden, keep, *self._blind_and_unseen(hidden, tile))
+        return Terms(distance, bias, None, hidden, keep, self._blind(hidden, tile))
 
     def _shift(self, tile: Tile) -> int:
         """The key, counted from the tile's first, at whose position its first row sits."""
@@ -140,7 +137,10 @@ class Scores:
                 inside.tril_(shift + p.window_right)
             if p.window_left is not None:
                 inside.triu_(shift - p.window_left)
-            self._window_cache = key, torch.zeros(m, n, dtype=p.lse_dtype, device=p.device).masked_fill_(~inside, -math.inf)
+            self._window_cache = (
+                key,
+                torch.zeros(m, n, dtype=p.lse_dtype, device=p.device).masked_fill_(~inside, -math.inf),
+            )
         return self._window_cache[1]
 
     def _call(self, fn: Any, aux: list[tuple[Any, Tensor]], i: Tensor, j: Tensor, tile: Tile) -> Tensor:
@@ -157,7 +157,7 @@ class Scores:
         result = torch.as_tensor(result, device=i.device)
         return result[(None,) * (4 - result.dim())]
 
-    def _blind_and_unseen(self, hidden: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+    def _blind(self, hidden: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         part, group = self.part, self.problem.group_size
         m, n = tile.m_hi - tile.m_lo, tile.n_hi - tile.n_lo
         hidden = hidden[(None,) * (4 - hidden.dim())]
@@ -182,7 +182,7 @@ class Scores:
         if terms is NO_TERMS:
             return s
         by_head = self.by_head(s)
-        if terms.distance is not None:
+        if self.slopes is not None and terms.distance is not None:
             by_head.addcmul_(self.slopes, terms.distance, value=-self.unit)
         if terms.bias is not None:
             by_head.add_(terms.bias)
@@ -209,15 +209,14 @@ class Scores:
             s.mul_(LOG2E)
         return s.exp2_()
 
-    def back_(self, ds: Tensor, terms: Terms, tile: Tile, d_slopes: Tensor | None, d_bias: Tensor | None) -> None:
-        """Add ds = dL/dlogit (natural units) of a tile to the gradients of slopes (B or 1, H, 1, 1) and bias."""
-        by_head = self.by_head(ds)
-        if d_slopes is not None:
-            d_slopes = self.of_part(d_slopes)
-            d_slopes.sub_((by_head * terms.distance).sum_to_size(d_slopes.shape))
+    def add_grads(self, ds: Tensor, terms: Terms, tile: Tile, d_slopes: Tensor | None, d_bias: Tensor | None) -> None:
+        """Add a tile of ds = dL/dlogit to the gradients of slopes and bias, at their own shapes."""
+        if d_slopes is not None and terms.distance is not None:
+            d_slopes = self.of_part(_slopes_4d(d_slopes))
+            d_slopes.sub_((self.by_head(ds) * terms.distance).sum_to_size(d_slopes.shape))
         if d_bias is not None:
             d_bias = of_tile(self.of_part(d_bias), tile)
-            d_bias.add_(by_head.sum_to_size(d_bias.shape))
+            d_bias.add_(self.by_head(ds).sum_to_size(d_bias.shape))
 
 
 def of_tile(t: Tensor, tile: Tile) -> Tensor:
@@ -228,6 +227,6 @@ def of_tile(t: Tensor, tile: Tile) -> Tensor:
     return t[:, :, rows, keys]
 
 
-def slopes_4d(slopes: Tensor) -> Tensor:
+def _slopes_4d(slopes: Tensor) -> Tensor:
     """(H,) or (B, H) as (1 or B, H, 1, 1)."""
     return slopes.view(-1, slopes.shape[-1], 1, 1)

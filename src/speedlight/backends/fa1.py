@@ -135,7 +135,7 @@ def _attn_bwd_kernel(
         dv_j = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         offs_n = n + tl.arange(0, BLOCK_N)
         lo, hi = query_range(n, n + BLOCK_N, seqlen_q, seqlen_k, UNLIMITED, right)
-        for member in range(0, GROUP_SIZE):
+        for member in range(GROUP_SIZE):
             h = hk * GROUP_SIZE + member
             q_h = q + (b * stride_qb + h * stride_qh) * UNIT
             do_h = dout + (b * stride_dob + h * stride_doh) * UNIT
@@ -188,8 +188,8 @@ def _attn_bwd_kernel(
 
 
 # (largest head dimension, forward, backward) by architecture family. Key blocks are as large as fits, for O and dQ pass
-# through memory once per key block. One stage, for the compiler pipelines no loop with a barrier in it. Not tuned: chosen
-# by compile checks.
+# through memory once per key block. One stage, for the compiler pipelines no loop that has a barrier in it. Chosen by
+# compile checks, not tuned.
 _TILES: dict[str, tuple[tuple[int, Tile, Tile], ...]] = {
     "sm90": ((64, Tile(128, 128, 8, 1), Tile(64, 128, 8, 1)), (128, Tile(128, 128, 8, 1), Tile(32, 128, 8, 1))),
     "sm100": ((64, Tile(128, 128, 8, 1), Tile(64, 128, 8, 1)), (128, Tile(128, 128, 8, 1), Tile(64, 64, 8, 1))),
@@ -283,7 +283,8 @@ def backward(
 
 def _rows_first(x: Tensor, dtype: torch.dtype) -> Tensor:
     """(B, H, S, D) to (B, S, H, D), contiguous."""
-    return x.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format)
+    batch, heads, rows, dim = x.shape
+    return x.new_empty((batch, rows, heads, dim), dtype=dtype).copy_(x.transpose(1, 2))
 
 
 # Launch records. Tensors may be on the meta device: nothing here reads a value.

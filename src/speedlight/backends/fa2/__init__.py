@@ -31,6 +31,8 @@ def supports(problem: AttentionProblem, target: Target) -> str | None:
     if max(problem.head_dim, problem.head_dim_v) > _MAX_HEAD_DIM:
         dims = f"{problem.head_dim} and {problem.head_dim_v}"
         return f"head dimensions above {_MAX_HEAD_DIM} are not supported, got {dims}"
+    if problem.head_dim_v == 0:
+        return "there is nothing to sum: v has head dimension 0"
     if problem.dtype is torch.bfloat16 and target.kind == "cuda" and target.arch == 75:
         return "Turing has no bfloat16 arithmetic"
     for name, used in (
