@@ -15,7 +15,9 @@ The backward pass runs the same loops. dK_j and dV_j stay on chip, dQ_i is loade
 
 Each value has one writer and one order of additions, so runs repeat bitwise. What differs from the paper:
 - lse = m + log l stands for (l, m) between the passes, and D carries the gradient through it: contract.py.
-- O and dQ are fp32 while they are updated, as in the authors' own code. XXX
+- O and dQ are fp32 while they are updated, as in the authors' own code. Rounded to 16 bits once per key block, O has
+  after 64 blocks 2.0 (fp16) to 3.5 times (bf16) the error of a plain computation, and more after more; in fp32 it has
+  0.3 to 0.6 times (random inputs, D = 64).
 - Where query heads share a K/V head, one program of the backward pass takes the whole group: dK_j and dV_j are sums
   over it.
 
@@ -192,10 +194,10 @@ def _attn_bwd_kernel(
 # compile checks, not tuned.
 _TILES: dict[str, tuple[tuple[int, Tile, Tile], ...]] = {
     "sm90": ((64, Tile(128, 128, 8, 1), Tile(64, 128, 8, 1)), (128, Tile(128, 128, 8, 1), Tile(32, 128, 8, 1))),
-    "sm100": ((64, Tile(128, 128, 8, 1), Tile(64, 128, 8, 1)), (128, Tile(128, 128, 8, 1), Tile(64, 64, 8, 1))),
-    "sm80": ((64, Tile(64, 128, 4, 1), Tile(64, 64, 4, 1)), (128, Tile(64, 64, 4, 1), Tile(32, 64, 8, 1))),
-    "sm86": ((64, Tile(64, 128, 4, 1), Tile(64, 64, 4, 1)), (128, Tile(64, 64, 4, 1), Tile(32, 64, 8, 1))),
-    "sm75": ((64, Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)), (128, Tile(32, 16, 4, 1), Tile(16, 16, 4, 1))),
+    "sm100": ((64, Tile(128, 128, 8, 1), Tile(64, 128, 8, 1)), (128, Tile(128, 64, 8, 1), Tile(64, 64, 8, 1))),
+    "sm80": ((64, Tile(64, 128, 4, 1), Tile(32, 128, 8, 1)), (128, Tile(64, 64, 4, 1), Tile(32, 64, 8, 1))),
+    "sm86": ((64, Tile(64, 128, 4, 1), Tile(32, 128, 8, 1)), (128, Tile(64, 64, 4, 1), Tile(32, 64, 8, 1))),
+    "sm75": ((64, Tile(32, 32, 4, 1), Tile(16, 32, 8, 1)), (128, Tile(32, 16, 4, 1), Tile(16, 16, 8, 1))),
     "hip": ((64, Tile(64, 64, 4, 1), Tile(32, 64, 4, 1)), (128, Tile(64, 32, 4, 1), Tile(32, 32, 4, 1))),
     "interpreter": ((128, Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)),),
 }
@@ -240,8 +242,8 @@ def supports(problem: AttentionProblem, target: Target) -> str | None:
 
 
 def describe_tile(problem: AttentionProblem, target: Target) -> str:
-    forward, backward = tiles(problem, target)
-    return f"forward {forward}, backward {backward}"
+    fwd, bwd = tiles(problem, target)
+    return f"forward {fwd}, backward {bwd}"
 
 
 def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
