@@ -179,9 +179,9 @@ def test_no_synchronisation():
     cu = torch.tensor([0, 5, 20], device="cuda", dtype=torch.int32)
     dout = torch.randn_like(q)
     _grads(speedlight.attention_varlen(q, k, v, cu, cu, backend="fa2"), (q, k, v), dout)
+    longest = torch.tensor(15, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        longest = torch.tensor(15, device="cuda")
         out = speedlight.attention_varlen(q, k, v, cu, cu, longest, longest, causal=True, backend="fa2")
         _grads(out, (q, k, v), dout)
     finally:

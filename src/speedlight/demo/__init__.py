@@ -198,7 +198,7 @@ def _progress(console: Console) -> Progress:
     return Progress(
         SpinnerColumn(finished_text="✓"),
         TextColumn("{task.description:<25}"),
-        BarColumn(bar_width=16),
+        BarColumn(bar_width=10),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.fields[note]}", style="dim", markup=False),
@@ -269,7 +269,7 @@ def _scale(job: Job, config: ModelConfig) -> list[Point]:
             job.progress.update(task, advance=1, note=f"{point.seqlen:,} nt in {point.seconds:.2f} s")
         else:
             done = job.progress.tasks[task].completed
-            job.progress.update(task, total=done, note=f"{point.seqlen:,} nt: {point.stopped}")
+            job.progress.update(task, total=done, note=f"then {point.stopped}")
 
     dtype, threads = str(job.dtype).removeprefix("torch."), torch.get_num_threads()
     problem = measure.Problem(config.heads, config.head_dim, dtype, str(job.device), threads)
