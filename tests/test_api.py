@@ -269,9 +269,13 @@ def test_without_dropout_nothing_is_drawn():
 @pytest.mark.parametrize("backward", [True, False])
 def test_warmup_runs_each_problem_once_with_or_without_gradients(monkeypatch, backward):
     runs = []
-    forward, reverse = ops.run_forward, ops.run_backward
-    monkeypatch.setattr(ops, "run_forward", lambda p, *a: runs.append(("forward", p.varlen, p.softcap)) or forward(p, *a))
-    monkeypatch.setattr(ops, "run_backward", lambda p, *a: runs.append(("backward", p.varlen, p.softcap)) or reverse(p, *a))
+
+    def noted(name):
+        function = getattr(ops, f"run_{name}")
+        return lambda p, *args: runs.append((name, p.varlen, p.softcap)) or function(p, *args)
+
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(ops, f"run_{name}", noted(name))
     q, k, v = qkv()
     problems = [
         ((q, k, v), dict(softcap=2.0, return_lse=True)), (packed(3, 4), dict(causal=True)), ((*packed(2), 2, 2), {})

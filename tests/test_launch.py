@@ -40,7 +40,9 @@ def _kernel(
 def record(x_dtype=torch.float32, y_dtype=torch.float32, flag=False, **changed) -> Launch:
     x, y = torch.empty(64, dtype=x_dtype, device="meta"), torch.empty(64, dtype=y_dtype, device="meta")
     args = dict(stride_x=16, length=64, free=16, scale=0.5, HEAD_DIM=8, CAUSAL=True, BLOCK=32) | changed
-    return Launch(_kernel, (2,), (x, y, torch.empty(1, device="meta") if flag else None), args, num_warps=2, num_stages=1)
+    return Launch(
+        _kernel, (2,), (x, y, torch.empty(1, device="meta") if flag else None), args, num_warps=2, num_stages=1
+    )
 
 
 # Records

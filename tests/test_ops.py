@@ -85,9 +85,11 @@ def op_arguments(inputs: CaseInputs, monkeypatch) -> tuple:
 
 CHECKED = (
     "plain", "odd_lengths", "causal_blind_rows", "window_both", "softcap", "alibi_batched", "bias_hqk", "bias_k",
-    "mask_b__k", "mask_fn_segments", "bias_fn_aux", "bias_fn_mask_fn", "sink_blind_rows", "dropout_gqa_causal", "dim_40_72",
+    "mask_b__k", "mask_fn_segments", "bias_fn_aux", "bias_fn_mask_fn", "sink_blind_rows", "dropout_gqa_causal",
+    "dim_40_72",
     "seqused_none", "layout_heads_first", "layout_packed", "no_keys", "no_keys_sink", "no_queries", "empty_batch",
-    "varlen_cross", "varlen_no_max", "varlen_zero_lengths", "varlen_tail", "varlen_no_sequence", "varlen_bias", "combined",
+    "varlen_cross", "varlen_no_max", "varlen_zero_lengths", "varlen_tail", "varlen_no_sequence", "varlen_bias",
+    "combined",
     "combined_functions", "combined_varlen", "combined_varlen_functions", "combined_bf16", "combined_varlen_f64",
 )  # fmt: skip
 
@@ -135,7 +137,8 @@ def test_fake_tensors_of_a_gpu_that_is_not_there(varlen):
     """Without autograd, which asks the driver; the backward op stands for itself."""
     with torch._subclasses.FakeTensorMode():
         q, k, v = (
-            torch.empty(3, n, h, d, device="cuda", dtype=torch.bfloat16) for n, h, d in ((5, 4, 64), (7, 2, 64), (7, 2, 32))
+            torch.empty(3, n, h, d, device="cuda", dtype=torch.bfloat16)
+            for n, h, d in ((5, 4, 64), (7, 2, 64), (7, 2, 32))
         )
         cu = (torch.empty(4, device="cuda", dtype=torch.int32),) * 2 if varlen else ()
         tensors = [t.flatten(0, 1) for t in (q, k, v)] if varlen else [q, k, v]
@@ -145,8 +148,9 @@ def test_fake_tensors_of_a_gpu_that_is_not_there(varlen):
         assert lse.shape == ((4, 15) if varlen else (3, 4, 5))
         assert out.device.type == lse.device.type == "cuda"
         assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
-        args = (*tensors, *(cu or (None, None)), *[None] * 7, [], [], None, None, None, True, None, None, 0.0, 0.0, False)
-        grads = BACKWARD(out, lse, out, lse, [True, False, True, False, False, False], *args, "", "", "")
+        options = (None, True, None, None, 0.0, 0.0, False, "", "", "")  # from softmax_scale on: causal
+        args = (*tensors, *(cu or (None, None)), *[None] * 7, [], [], None, None, *options)
+        grads = BACKWARD(out, lse, out, lse, [True, False, True, False, False, False], *args)
         assert [(g.shape, g.dtype, g.device.type) for g in grads] == [
             (t.shape, torch.bfloat16, "cuda") for t in (tensors[0], tensors[2])
         ]  # fmt: skip
@@ -257,7 +261,11 @@ def test_a_seed_drawn_under_compile_is_used_in_both_passes():
     """The mask read from the forward is that of the gradient of v."""
     q, k = torch.zeros(1, 8, 1, 4), torch.zeros(1, 8, 1, 4)
     v = torch.eye(8)[None, :, None].requires_grad_()
-    compiled = torch.compile(lambda v: speedlight.attention(q, k, v, dropout_p=0.5), backend="aot_eager", fullgraph=True)
+
+    def run(v):
+        return speedlight.attention(q, k, v, dropout_p=0.5)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     outs = [compiled(v) for _ in range(2)]
     assert not torch.equal(*outs)
     for out in outs:

@@ -62,7 +62,7 @@ class Hide(importlib.abc.MetaPathFinder):
 
 import importlib.util
 find_spec = importlib.util.find_spec
-importlib.util.find_spec = lambda name, package=None: None if name.split(".")[0] == "triton" else find_spec(name, package)
+importlib.util.find_spec = lambda name, *args: None if name.split(".")[0] == "triton" else find_spec(name, *args)
 sys.meta_path.insert(0, Hide())
 import torch, speedlight
 from speedlight import reference

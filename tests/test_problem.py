@@ -35,7 +35,7 @@ def dense(**options):
 
 
 def packed(cu_q=(0, 2, 5), cu_k=(0, 3, 7), max_q=None, max_k=None, **options):
-    cu = (None if c is None else torch.tensor(c, dtype=torch.int32) if isinstance(c, tuple) else c for c in (cu_q, cu_k))
+    cu = (torch.tensor(c, dtype=torch.int32) if isinstance(c, tuple) else c for c in (cu_q, cu_k))
     q, k, v = torch.zeros(SQ, H, D), torch.zeros(SK, HK, D), torch.zeros(SK, HK, DV)
     return describe(q, k, v, *cu, max_q, max_k, **options)
 
@@ -94,7 +94,9 @@ REFUSED = {
     ),
     "cu_seqlens_lengths": (lambda: packed(cu_q=(0, 5)), ValueError, ("cu_seqlens_q and cu_seqlens_k", "2", "3")),
     "cu_seqlens_start": (lambda: packed(cu_q=(1, 2, 5)), ValueError, ("cu_seqlens_q must start at 0", "[1, 2, 5]")),
-    "cu_seqlens_decrease": (lambda: packed(cu_k=(0, 4, 3)), ValueError, ("cu_seqlens_k", "never decrease", "[0, 4, 3]")),
+    "cu_seqlens_decrease": (
+        lambda: packed(cu_k=(0, 4, 3)), ValueError, ("cu_seqlens_k", "never decrease", "[0, 4, 3]"),
+    ),
     "cu_seqlens_too_long": (lambda: packed(cu_k=(0, 3, 8)), ValueError, ("cu_seqlens_k", "7 tokens of k", "[0, 3, 8]")),
     "cu_seqlens_many": (
         lambda: packed(cu_q=(0,) * 20 + (9,), cu_k=(0,) * 21), ValueError, ("cu_seqlens_q", "5 tokens of q", "..."),
@@ -111,7 +113,9 @@ REFUSED = {
     ),
     "seqused_type": (lambda: dense(seqused_k=[1, 2]), TypeError, ("seqused_k must be a tensor", "list")),
     "seqused_large": (lambda: dense(seqused_q=i32(1, 6)), ValueError, ("seqused_q must", "[1, 6]", f"[{SQ}, {SQ}]")),
-    "seqused_negative": (lambda: dense(seqused_k=i32(-1, 2)), ValueError, ("seqused_k must", "[-1, 2]", f"[{SK}, {SK}]")),
+    "seqused_negative": (
+        lambda: dense(seqused_k=i32(-1, 2)), ValueError, ("seqused_k must", "[-1, 2]", f"[{SK}, {SK}]"),
+    ),
     "seqused_varlen": (lambda: packed(seqused_k=i32(3, 5)), ValueError, ("seqused_k must", "[3, 5]", "[3, 4]")),
     "scale_type": (lambda: dense(softmax_scale="1"), TypeError, ("softmax_scale must be a number", "str")),
     "scale_tensor": (lambda: dense(softmax_scale=torch.ones(1)), TypeError, ("softmax_scale must", "Tensor")),
@@ -124,7 +128,7 @@ REFUSED = {
     "deterministic": (lambda: dense(deterministic="no"), TypeError, ("deterministic must be a bool", "str")),
     "window_int": (lambda: dense(window=3), ValueError, ("window must be a pair", "3")),
     "window_three": (lambda: dense(window=(1, 2, 3)), ValueError, ("window must be a pair", "(1, 2, 3)")),
-    "window_negative": (lambda: dense(window=(-1, None)), ValueError, ("window sizes must not be negative", "(-1, None)")),
+    "window_negative": (lambda: dense(window=(-1, None)), ValueError, ("window sizes must not", "(-1, None)")),
     "window_float": (lambda: dense(window=(2.5, None)), TypeError, ("window sizes must be ints", "(2.5, None)")),
     "window_bool": (lambda: dense(window=(None, False)), TypeError, ("window sizes must be ints", "(None, False)")),
     "alibi_type": (lambda: dense(alibi_slopes=[1.0] * H), TypeError, ("alibi_slopes must be a tensor", "list")),
@@ -156,7 +160,8 @@ REFUSED = {
     ),
     "bias_device": (lambda: dense(bias=torch.ones(SQ, SK, device="meta")), ValueError, ("bias must", "cpu", "meta")),
     "bias_aux_length": (
-        lambda: dense(bias=Bias(no_bias, [("kv", torch.ones(SQ))])), ValueError, ("bias.aux[0]", "'kv'", str(SK), str(SQ)),
+        lambda: dense(bias=Bias(no_bias, [("kv", torch.ones(SQ))])), ValueError,
+        ("bias.aux[0]", "'kv'", str(SK), str(SQ)),
     ),
     "mask_aux_length": (
         lambda: dense(mask=Mask(see_all, [("q", torch.ones(SQ)), ("head", torch.ones(H + 1))])), ValueError,
@@ -242,11 +247,12 @@ def test_a_window_may_be_a_list():
 def test_fields_of_a_dense_problem():
     problem, inputs = dense(softmax_scale=2, softcap=3)
     assert problem == AttentionProblem(
-        device=torch.device("cpu"), dtype=torch.float32, batch=B, seqlen_q=SQ, seqlen_k=SK, num_heads=H, num_heads_kv=HK,
-        head_dim=D, head_dim_v=DV, varlen=False, softmax_scale=2.0, window_left=None, window_right=None, softcap=3.0,
+        device=torch.device("cpu"), dtype=torch.float32, batch=B, seqlen_q=SQ, seqlen_k=SK, num_heads=H,
+        num_heads_kv=HK, head_dim=D, head_dim_v=DV, varlen=False, softmax_scale=2.0, window_left=None,
+        window_right=None, softcap=3.0,
         alibi_batched=None, bias=None, mask=None, bias_fn=None, bias_axes=(), mask_fn=None, mask_axes=(), sink=False,
-        seqused_q=False, seqused_k=False, dropout_threshold=0, deterministic=False, max_seqlen_q=None, max_seqlen_k=None,
-        fp32_precision="ieee",
+        seqused_q=False, seqused_k=False, dropout_threshold=0, deterministic=False, max_seqlen_q=None,
+        max_seqlen_k=None, fp32_precision="ieee",
     )  # fmt: skip
     assert type(problem.softmax_scale) is float
     assert problem.lse_shape == (B, H, SQ)
@@ -332,7 +338,8 @@ def test_optional_tensors_in_normal_form():
 
 
 def test_functions_and_their_aux():
-    mask, bias = Mask(see_all, [("q", torch.ones(SQ)), ("kv", torch.ones(SK))]), Bias(no_bias, [("head", torch.ones(H))])
+    mask = Mask(see_all, [("q", torch.ones(SQ)), ("kv", torch.ones(SK))])
+    bias = Bias(no_bias, [("head", torch.ones(H))])
     problem, inputs = dense(mask=mask, bias=bias)
     assert (problem.mask_fn, problem.mask_axes) == (see_all, ("q", "kv"))
     assert (problem.bias_fn, problem.bias_axes) == (no_bias, ("head",))
@@ -359,8 +366,9 @@ def test_equal_calls_give_one_problem_and_different_ones_do_not():
     assert dense(softcap=2.0)[0] is dense(softcap=2.0)[0]
     assert hash(dense(softcap=2.0)[0]) == hash(dense(softcap=2)[0])
     variants = [
-        {}, dict(softmax_scale=0.5), dict(softcap=2.0), dict(causal=True), dict(window=(2, None)), dict(window=(None, 2)),
-        dict(sink=torch.zeros(H)), dict(alibi_slopes=torch.zeros(H)), dict(alibi_slopes=torch.zeros(B, H)),
+        {}, dict(softmax_scale=0.5), dict(softcap=2.0), dict(causal=True), dict(window=(2, None)),
+        dict(window=(None, 2)), dict(sink=torch.zeros(H)), dict(alibi_slopes=torch.zeros(H)),
+        dict(alibi_slopes=torch.zeros(B, H)),
         dict(bias=torch.zeros(SQ, SK)), dict(bias=torch.zeros(1, SK)), dict(bias=torch.zeros(SQ, SK).half()),
         dict(mask=torch.ones(SQ, SK, dtype=torch.bool)), dict(bias=Bias(no_bias)), dict(mask=Mask(see_all)),
         dict(mask=Mask(see_all, [("q", torch.ones(SQ))])), dict(mask=Mask(see_all, [("kv", torch.ones(SK))])),

@@ -29,6 +29,9 @@ from speedlight.target import Target
 TARGETS = tuple(map(Target.parse, ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")))
 
 
+ALL = Needs()
+
+
 @dataclass(frozen=True)
 class Variant:
     """A call to compile for."""
@@ -43,7 +46,7 @@ class Variant:
     tf32: bool = False
     dlse: bool = False
     seqlen: int = 4096
-    needs: Needs = Needs()
+    needs: Needs = ALL
     options: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property

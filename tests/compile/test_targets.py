@@ -1,7 +1,8 @@
-"""Every tile row compiled for every GPU it is meant for, without one: does it fit, does it use the matrix units, does it
-keep its values in registers?
+"""Every tile row compiled for every GPU it is meant for, without one: does it fit, use the matrix units, and keep its
+values in registers?
 
-A row is compiled with all options off and with all on, each once; tools/compile_all.py goes through the combinations.
+A row is compiled with all options off and with all on, each once (compilers and assemblers give the same code for the
+same input every time); tools/compile_all.py goes through the combinations.
 """
 
 from __future__ import annotations
@@ -20,7 +21,18 @@ if targets.triton_problem() is not None:
 if targets.interpreting():
     pytest.skip("compiles kernels, which Triton's interpreter cannot", allow_module_level=True)
 
-from lowering import TARGETS, Code, Variant, assembler_notes, causal, compile_code, everything, launches, plain, unaligned
+from lowering import (
+    TARGETS,
+    Code,
+    Variant,
+    assembler_notes,
+    causal,
+    compile_code,
+    everything,
+    launches,
+    plain,
+    unaligned,
+)
 
 from speedlight.backends import fa1, fa2
 from speedlight.backends.fa2.tiles import BACKWARD, BACKWARD_SMALL, FORWARD, FORWARD_SMALL, family
@@ -71,3 +83,44 @@ def checks() -> Iterator[Check]:
 
 
 CHECKS = list(checks())
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Each check's code, compiled once: {check: {kernel: code}}."""
+    done: dict[int, dict[str, Code]] = {}
+
+    def get(number: int) -> dict[str, Code]:
+        if number not in done:
+            check = CHECKS[number]
+            found = launches(*check)
+            assert not isinstance(found, str), f"refused: {found}"
+            done[number] = {name: compile_code(record, check.target) for name, record in found.items()}
+        return done[number]
+
+    return get
+
+
+def measured(codes: dict[str, Code]) -> str:
+    return "; ".join(f"{name}: {c.spills} spilled, {c.shared} shared" for name, c in codes.items())
+
+
+@pytest.mark.parametrize("number", range(len(CHECKS)), ids=[str(check) for check in CHECKS])
+def test_tile_row(compiled, number):
+    check, codes = CHECKS[number], compiled(number)
+    target, variant = check.target, check.variant
+    for name, code in codes.items():
+        what = f"{name} of {check}"
+        assert code.shared <= target.shared_memory, f"{what}: {code.shared} bytes of shared memory"
+        assert code.spills <= spill_bound(check, name), f"{what} spills more than its bound; {measured(codes)}"
+    if variant.name in ("plain", "causal"):
+        expected = MATRIX_INSTRUCTIONS.get(str(target), []) if variant.dtype.itemsize == 2 else []
+        for name, code in codes.items():
+            found = [i for i in ALL_MATRIX_INSTRUCTIONS if code.count(i)]
+            assert found == ([] if name == "bwd_delta" else expected), f"{name} of {check}"
+    if str(target) == "sm_90" and variant.dtype.itemsize == 2 and variant.name in ("plain", "causal"):
+        for name, code in codes.items():
+            assert not assembler_notes(code), f"{name} of {check}: serialised matrix instructions"
+            # Serialised code waits after each of them.
+            waits, products = code.count("WARPGROUP.DEPBAR"), code.count("HGMMA")
+            assert 2 * waits <= products, f"{name} of {check}: {waits} waits for {products} products"

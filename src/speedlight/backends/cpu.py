@@ -28,12 +28,16 @@ from torch import Tensor
 
 from ..problem import AttentionProblem
 from .contract import Grads, Inputs, Needs
-from .cpu_plan import Part, parts, row_blocks
+from .cpu_plan import BLOCK_N, BLOCK_ROWS, Part, parts, row_blocks
 from .cpu_scores import Scores
 
 
 def supports(problem: AttentionProblem, target: Any) -> None:
     """None: every valid problem is served."""
+
+
+def describe_tile(problem: AttentionProblem, target: Any) -> str:
+    return f"tiles of up to {BLOCK_ROWS} rows by {BLOCK_N} keys, several heads at once while they fit the cache"
 
 
 @torch.no_grad()
@@ -86,7 +90,7 @@ def _forward_part(problem: AttentionProblem, inputs: Inputs, part: Part, out: Te
             torch.addcmul(p.sum(-1, keepdim=True), l_i, rescale, out=l_i)
             if terms.keep is not None:
                 scores.by_head(p).mul_(terms.keep)
-            _accumulate(acc.mul_(rescale), p, v_tile)
+            torch.baddbmm(acc.mul_(rescale), p, v_tile, out=acc)
             m_i, m_new = m_new, m_i
 
         empty = l_i == 0
@@ -166,6 +170,7 @@ def _backward_part(
     dk, dv = (None if t is None else torch.zeros_like(like) for t, like in ((grads.k, k), (grads.v, v)))
     s_buffer, dp_buffer = _Buffer(k, part.score_count), _Buffer(k, part.score_count)
     cap_buffer = _Buffer(k, part.score_count) if problem.softcap else None
+    scratch = _Buffer(k, part.pairs * part.block_n * max(problem.head_dim, problem.head_dim_v))
 
     for m_lo, m_hi, tiles in row_blocks(problem, part):
         q_block = _fold(q[:, :, :, m_lo:m_hi], dtype).mul_(problem.softmax_scale * scores.q_unit)
@@ -189,7 +194,7 @@ def _backward_part(
             p = scores.exp_(scores.logits(q_block, kt_tile, tile, terms, s_buffer.tile(*shape), cap_slope), lse_block)
             if dv is not None:
                 dropped = p if terms.keep is None else (scores.by_head(p) * terms.keep).view(shape)
-                _accumulate(dv.narrow(1, n_lo, n), dropped.mT, do_block)
+                _accumulate(dv.narrow(1, n_lo, n), dropped.mT, do_block, scratch)
             if not needs_ds:
                 continue
             dp = torch.bmm(do_block, vt_tile, out=dp_buffer.tile(*shape))
@@ -200,9 +205,9 @@ def _backward_part(
             if cap_slope is not None:
                 ds.mul_(cap_slope)
             if grads.q is not None:
-                _accumulate(dq, ds, k_tile)
+                torch.baddbmm(dq, ds, k_tile, out=dq)
             if dk is not None:
-                _accumulate(dk.narrow(1, n_lo, n), ds.mT, q_block)
+                _accumulate(dk.narrow(1, n_lo, n), ds.mT, q_block, scratch)
 
         if grads.q is not None:
             _unfold(dq.mul_(problem.softmax_scale), _queries(grads.q, problem, part)[:, :, :, m_lo:m_hi])
@@ -212,8 +217,9 @@ def _backward_part(
         _unfold(dv, _keys(grads.v, problem, part))
 
 
-def _accumulate(acc: Tensor, a: Tensor, b: Tensor) -> None:
-    torch.baddbmm(acc, a, b, out=acc)
+def _accumulate(acc: Tensor, a: Tensor, b: Tensor, scratch: _Buffer) -> None:
+    """acc += a @ b, for a slice that baddbmm would treat pair by pair because it has gaps."""
+    acc.add_(torch.bmm(a, b, out=scratch.tile(*acc.shape)))
 
 
 class _Buffer:
