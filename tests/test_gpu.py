@@ -221,7 +221,7 @@ def test_prepared_launches_equal_plain_ones():
     base = torch.randn(3, 2, 100, 2, 80, device="cuda", dtype=torch.bfloat16)
     for offset in (0, 1, 8):
         q, k, v = (base[n][..., offset : offset + 64] for n in range(3))
-        launch._PREPARED.clear()
+        launch._PLANS.clear()
         first = speedlight.attention(q, k, v, causal=True, backend="fa2")
         again = speedlight.attention(q.clone(), k, v.clone(), causal=True, backend="fa2")
         assert torch.equal(first, speedlight.attention(q, k, v, causal=True, backend="fa2"))

@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 
@@ -55,9 +56,14 @@ def launcher(kernel: str, dim: int, causal: bool, seqlen: int, dtype: torch.dtyp
         "dkdv": ((q, k, v, dout, lse, delta, dk, dv, *inputs[3:7]), fa2.dkdv_launch),
         "dq": ((q, k, v, dout, lse, delta, dq, *inputs[3:7]), fa2.dq_launch),
     }[kernel]
-    return lambda tile: launch.run(
-        (kernel, problem, tile), problem.device, tensors, lambda: build(problem, tensors, tile)
-    )
+
+    def launched(tile: Tile) -> None:
+        def record() -> launch.Launch:
+            return replace(build(problem, tensors, tile), take=None)
+
+        launch.run((kernel, problem, tile), problem.device, tensors, record)
+
+    return launched
 
 
 def try_one(kernel: str, dim: int, causal: bool, dtype: str, tile: str, limit: float) -> bool:

@@ -1,13 +1,16 @@
 """Kernel launches as data.
 
-A ``Launch`` is everything a kernel launch needs. ``prepare`` runs it once and returns a ``Prepared`` that repeats it
-with other tensors at the cost of the driver call: Triton's own path binds and specialises every argument anew, which
-costs more host time than the launch. ``lower`` compiles the same record for any GPU without having one.
+A ``Launch`` is everything a kernel launch needs. ``run`` compiles and launches the records of one pass, and keeps a
+``Prepared`` of each that repeats it with other tensors at the cost of the driver call: Triton's own path binds and
+specialises every argument anew, which costs more host time than the launch. ``lower`` compiles the same record for any
+GPU without having one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -26,7 +29,8 @@ _POINTER_TYPES = {
 @dataclass
 class Launch:
     """One launch. ``tensors`` are the kernel's leading parameters, in order, None where an option is off; ``args``
-    holds every other parameter by name, constexprs included."""
+    holds every other parameter by name, constexprs included. ``take`` says where in the tensors given to ``run`` the
+    leading parameters stand; None: they are those."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -35,6 +39,7 @@ class Launch:
     num_warps: int
     num_stages: int
     options: dict[str, Any] = field(default_factory=dict)
+    take: tuple[int, ...] | None = None
 
     def bound(self) -> list[Any]:
         """All arguments in the kernel's parameter order."""
@@ -48,61 +53,65 @@ class Launch:
 
 
 class Prepared:
-    """A launch that has been compiled and loaded; calling it with tensors of the same layout launches again."""
+    """A launch that has been compiled and loaded, to be repeated with the addresses of tensors of the same layout."""
 
-    __slots__ = ("args", "function", "grid", "launch", "metadata", "run")
+    __slots__ = ("args", "function", "grid", "metadata", "run", "take")
 
     def __init__(self, launch: Launch, compiled: Any):
-        self.launch = launch
         self.grid = (*launch.grid, 1, 1)[:3]
         self.args = tuple(launch.bound()[len(launch.tensors) :])
-        self.run = None if compiled is None else compiled.run
-        self.function = None if compiled is None else compiled.function
-        self.metadata = None if compiled is None else compiled.packed_metadata
-        launch.tensors = ()  # keep no tensor alive
+        self.take = None if launch.take is None else itemgetter(*launch.take)
+        self.run = compiled.run
+        self.function = compiled.function
+        self.metadata = compiled.packed_metadata
 
-    def __call__(self, device_index: int, *tensors: Tensor | None) -> None:
-        hook = knobs.runtime.launch_enter_hook
-        if self.run is None or (hook is not None and getattr(hook, "calls", True)):  # a profiler listens
-            launch = self.launch
-            launch.kernel[launch.grid](*tensors, **launch.args, **launch.meta())
-            return
+    def __call__(self, stream: int, pointers: Sequence[int | None]) -> None:
         # Plain integers for pointers: given tensors, the launcher asks the driver about each of them.
-        stream = torch._C._cuda_getCurrentRawStream(device_index)
-        self.run(
-            *self.grid, stream, self.function, self.metadata, None, None, None,
-            *[None if t is None else t.data_ptr() for t in tensors], *self.args,
-        )  # fmt: skip
+        chosen = pointers if self.take is None else self.take(pointers)
+        self.run(*self.grid, stream, self.function, self.metadata, None, None, None, *chosen, *self.args)
 
 
-_PREPARED: dict[Any, Prepared] = {}
-_PREPARED_LIMIT = 8192
+_PLANS: dict[Any, list[Prepared]] = {}
+_PLANS_LIMIT = 8192
 
 
-def run(key: Any, device: torch.device, tensors: tuple[Tensor | None, ...], build: Any) -> None:
-    """Launch on ``device``'s current stream. ``key`` must fix everything that ``build() -> Launch`` depends on but the
-    tensors' addresses; their alignment, which Triton specialises on, is added here."""
-    if not interpreting():
-        index = device.index
-        if torch._C._cuda_getDevice() != index:
-            with torch.cuda.device(index):
-                return run(key, device, tensors, build)
-        bits = 0
-        for t in tensors:
-            if t is not None:
-                bits |= t.data_ptr()
-        aligned: Any = True if bits & 15 == 0 else tuple(t is not None and t.data_ptr() & 15 == 0 for t in tensors)
-        key = (key, device, aligned)
-        prepared = _PREPARED.get(key)
-        if prepared is not None:
-            return prepared(index, *tensors)
-    launch = build()
-    compiled = launch.kernel[launch.grid](*tensors, **launch.args, **launch.meta())
-    if not interpreting():
-        if len(_PREPARED) >= _PREPARED_LIMIT:
-            _PREPARED.clear()
-        _PREPARED[key] = Prepared(launch, compiled)
-    return None
+def run(
+    key: Any, device: torch.device, tensors: tuple[Tensor | None, ...], build: Callable[[], Launch | list[Launch]]
+) -> None:
+    """Launch on ``device``'s current stream. ``key`` must fix everything that ``build()`` depends on but the tensors'
+    addresses; their alignment, which Triton specialises on, is added here. Of several launches each must say what it
+    takes of ``tensors``."""
+    if interpreting():
+        _build_and_launch(build)
+        return
+    index = device.index
+    if torch._C._cuda_getDevice() != index:
+        with torch.cuda.device(index):
+            run(key, device, tensors, build)
+        return
+    pointers = [None if t is None else t.data_ptr() for t in tensors]
+    bits = 0
+    for pointer in pointers:
+        if pointer is not None:
+            bits |= pointer
+    aligned: Any = True if bits & 15 == 0 else tuple(p is not None and p & 15 == 0 for p in pointers)
+    key = (key, index, aligned)
+    plan = _PLANS.get(key)
+    hook = knobs.runtime.launch_enter_hook
+    if plan is None or (hook is not None and getattr(hook, "calls", True)):  # a profiler listens: Triton's own way
+        if len(_PLANS) >= _PLANS_LIMIT:
+            _PLANS.clear()
+        _PLANS[key] = [Prepared(launch, compiled) for launch, compiled in _build_and_launch(build)]
+        return
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    for prepared in plan:
+        prepared(stream, pointers)
+
+
+def _build_and_launch(build: Callable[[], Launch | list[Launch]]) -> list[tuple[Launch, Any]]:
+    launches = build()
+    launches = [launches] if isinstance(launches, Launch) else launches
+    return [(each, each.kernel[each.grid](*each.tensors, **each.args, **each.meta())) for each in launches]
 
 
 def lower(launch: Launch, target: Target) -> Any:

@@ -43,7 +43,8 @@ def attention(
         return _call_op(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend, **options)
     problem, inputs = describe(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options)
     choice = select.choose(problem, backend)
-    arguments = (problem, choice.module, *inputs[:12], *inputs.mask_aux, *inputs.bias_aux)
+    tensors = inputs[:3] if problem.plain else (*inputs[:12], *inputs.mask_aux, *inputs.bias_aux)
+    arguments = (problem, choice.module, *tensors)
     if functorch:
         return _Attention.apply(*arguments)
     if torch.is_grad_enabled() and _requires_grad(inputs):
@@ -53,10 +54,13 @@ def attention(
     return run_forward(problem, choice.module, inputs)
 
 
-def _needs_dispatcher(*tensors: Tensor) -> bool:
+_PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter})
+
+
+def _needs_dispatcher(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if torch._C._len_torch_dispatch_stack() > 0:
         return True
-    return any(type(t) is not Tensor and type(t) is not torch.nn.Parameter for t in tensors)
+    return not (type(q) in _PLAIN_TENSORS and type(k) in _PLAIN_TENSORS and type(v) in _PLAIN_TENSORS)
 
 
 def _refuse_tangents(*tensors: Any) -> None:
@@ -102,6 +106,8 @@ def run_backward(
 
 
 def _inputs(problem: AttentionProblem, tensors: tuple[Tensor | None, ...]) -> Inputs:
+    if problem.plain:
+        return Inputs(*tensors)  # type: ignore[arg-type]
     split = 12 + len(problem.mask_axes)
     return Inputs(*tensors[:12], tensors[12:split], tensors[split:])  # type: ignore[arg-type, call-arg]
 
@@ -121,12 +127,14 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         *tensors, out, lse = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
-        needs = Needs(*[needed[n] for n in _DIFFERENTIABLE])
+        problem = ctx.problem
+        needs = Needs(*needed) if problem.plain else Needs(*[needed[n] for n in _DIFFERENTIABLE])
         if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-            grads = _AttentionBackward.apply(ctx.problem, ctx.backend, needs, dout, dlse, out, lse, *tensors)
+            grads = _AttentionBackward.apply(problem, ctx.backend, needs, dout, dlse, out, lse, *tensors)
         else:
-            problem = ctx.problem
             grads = run_backward(problem, ctx.backend, _inputs(problem, tuple(tensors)), out, lse, dout, dlse, needs)
+        if problem.plain:
+            return None, None, *grads[:3]
         result: list[Any] = [None] * (2 + len(tensors))
         for n, grad in zip(_DIFFERENTIABLE, grads, strict=True):
             result[2 + n] = grad

@@ -70,11 +70,17 @@ class AttentionProblem:
     max_seqlen_q: int | None  # varlen: the caller's word for the longest sequence, a hint that no result depends on
     max_seqlen_k: int | None
     fp32_precision: str  # "ieee" or "tf32", for fp32 inputs on tensor cores
+    plain: bool = field(default=False, init=False, repr=False, compare=False)  # q, k and v are the only tensors
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        values = tuple(getattr(self, name) for name in self.__dataclass_fields__ if name != "_hash")
-        object.__setattr__(self, "_hash", hash(values))
+        names = self.__dataclass_fields__.keys() - {"plain", "_hash"}
+        object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in sorted(names))))
+        options = (
+            self.varlen, self.seqused_q, self.seqused_k, self.sink, self.dropout_threshold > 0,
+            self.alibi_batched is not None, self.bias or self.bias_fn, self.mask or self.mask_fn,
+        )  # fmt: skip
+        object.__setattr__(self, "plain", not any(options))
 
     def __hash__(self) -> int:
         return self._hash
@@ -174,7 +180,7 @@ def describe(
 
     if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
         q, k, v = _unit_stride(q, "q"), _unit_stride(k, "k"), _unit_stride(v, "v")
-    if cu_seqlens_q is None and seqused_q is None and seqused_k is None and not _has_options(problem):
+    if problem.plain:
         return problem, Inputs(q, k, v)
 
     inputs = Inputs(
@@ -191,13 +197,6 @@ def describe(
     if q.device.type == "cpu":
         _check_lengths(problem, inputs)
     return problem, inputs
-
-
-def _has_options(p: AttentionProblem) -> bool:
-    return (
-        p.alibi_batched is not None or p.bias is not None or p.mask is not None or p.bias_fn is not None
-        or p.mask_fn is not None or p.sink or p.dropout_threshold > 0
-    )  # fmt: skip
 
 
 def _facts(x: Any) -> Any:

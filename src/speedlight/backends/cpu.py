@@ -29,7 +29,7 @@ from torch import Tensor
 from ..problem import AttentionProblem
 from .contract import Grads, Inputs, Needs
 from .cpu_plan import BLOCK_N, BLOCK_ROWS, Part, parts, row_blocks
-from .cpu_scores import Scores
+from .cpu_scores import Scores, Windows
 
 
 def supports(problem: AttentionProblem, target: Any) -> None:
@@ -46,14 +46,14 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     q = inputs.q
     out = q.new_zeros((*q.shape[:-1], problem.head_dim_v))
     lse = torch.full(problem.lse_shape, -math.inf, dtype=problem.lse_dtype, device=q.device)
+    windows: Windows = {}
     for part in parts(problem, inputs, buffers=1):
-        _forward_part(problem, inputs, part, out, lse)
+        _forward_part(problem, inputs, Scores(problem, inputs, part, windows), out, lse)
     return out, lse
 
 
-def _forward_part(problem: AttentionProblem, inputs: Inputs, part: Part, out: Tensor, lse: Tensor) -> None:
-    dtype = problem.lse_dtype
-    scores = Scores(problem, inputs, part)
+def _forward_part(problem: AttentionProblem, inputs: Inputs, scores: Scores, out: Tensor, lse: Tensor) -> None:
+    part, dtype = scores.part, problem.lse_dtype
     q, out = _queries(inputs.q, problem, part), _queries(out, problem, part)
     kt = _fold(_keys(inputs.k, problem, part), dtype).mT
     v = _fold(_keys(inputs.v, problem, part), dtype)
@@ -93,10 +93,9 @@ def _forward_part(problem: AttentionProblem, inputs: Inputs, part: Part, out: Te
             torch.baddbmm(acc.mul_(rescale), p, v_tile, out=acc)
             m_i, m_new = m_new, m_i
 
-        empty = l_i == 0
-        acc.div_(l_i.masked_fill(empty, 1.0).div_(problem.keep_scale))
-        _unfold(acc, out[:, :, :, m_lo:m_hi])
-        _unfold(m_i.div_(scores.unit).add_(l_i.log()).masked_fill_(empty, -math.inf), lse[..., m_lo:m_hi, None])
+        _unfold(m_i.div_(scores.unit).add_(l_i.log()), lse[..., m_lo:m_hi, None])
+        # l is 0 in a row without keys, where acc is 0 too; elsewhere the largest term alone makes it 1.
+        _unfold(acc.div_(l_i.clamp_(min=1.0).div_(problem.keep_scale)), out[:, :, :, m_lo:m_hi])
 
 
 @torch.no_grad()
@@ -123,8 +122,9 @@ def backward(
         _zeros(inputs.bias, needs.bias, d_bias_dtype),
         _zeros(inputs.sink, needs.sink, wide),
     )
+    windows: Windows = {}
     for part in parts(problem, inputs, buffers=2):
-        _backward_part(problem, inputs, part, out, lse, dout, dlse, grads)
+        _backward_part(problem, inputs, Scores(problem, inputs, part, windows), out, lse, dout, dlse, grads)
     sources = inputs.q, inputs.k, inputs.v, inputs.alibi_slopes, inputs.bias, inputs.sink
     return Grads(*(t if t is None or x is None else t.to(x.dtype) for t, x in zip(grads, sources, strict=True)))
 
@@ -138,7 +138,7 @@ def _zeros(like: Tensor | None, needed: bool, dtype: torch.dtype | None = None) 
 def _backward_part(
     problem: AttentionProblem,
     inputs: Inputs,
-    part: Part,
+    scores: Scores,
     out: Tensor,
     lse: Tensor,
     dout: Tensor,
@@ -146,8 +146,7 @@ def _backward_part(
     grads: Grads,
 ) -> None:
     """Write the part's own rows of dq, dk and dv, and add to the other gradients."""
-    dtype = problem.lse_dtype
-    scores = Scores(problem, inputs, part)
+    part, dtype = scores.part, problem.lse_dtype
     q, out, dout = (_queries(t, problem, part) for t in (inputs.q, out, dout))
     k, v = (_fold(_keys(t, problem, part), dtype) for t in (inputs.k, inputs.v))
     kt, vt = k.mT, v.mT
@@ -170,13 +169,14 @@ def _backward_part(
     dk, dv = (None if t is None else torch.zeros_like(like) for t, like in ((grads.k, k), (grads.v, v)))
     s_buffer, dp_buffer = _Buffer(k, part.score_count), _Buffer(k, part.score_count)
     cap_buffer = _Buffer(k, part.score_count) if problem.softcap else None
+    lowest = torch.finfo(dtype).min  # finite: the p of a hidden key in a row without keys must not be exp(-inf + inf)
     scratch = _Buffer(k, part.pairs * part.block_n * max(problem.head_dim, problem.head_dim_v))
 
     for m_lo, m_hi, tiles in row_blocks(problem, part):
         q_block = _fold(q[:, :, :, m_lo:m_hi], dtype).mul_(problem.softmax_scale * scores.q_unit)
         do_block = _fold(dout[:, :, :, m_lo:m_hi], dtype).mul_(problem.keep_scale)
         lse_block, delta_block = (_fold(t[..., m_lo:m_hi, None], dtype) for t in (lse, delta))
-        lse_block.masked_fill_(lse_block == -math.inf, 0).mul_(scores.unit)
+        lse_block.mul_(scores.unit).clamp_(min=lowest)
         block = q_block, do_block, delta_block
         dq = torch.zeros_like(q_block)
 

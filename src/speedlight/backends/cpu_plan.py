@@ -93,7 +93,7 @@ def _split(
     on_cpu = p.device.type == "cpu"
     score_bytes = SCORE_BYTES_PER_THREAD * torch.get_num_threads() if on_cpu else SCORE_BYTES_ON_GPU
     budget = score_bytes // (p.lse_dtype.itemsize * buffers)
-    seen_lo, seen_hi = seen_keys(seqlen_q, seqlen_k, *_window(p))
+    seen_lo, seen_hi = seen_keys(seqlen_q, seqlen_k, *window_sizes(p))
     block_m = min(max(BLOCK_ROWS // p.group_size, 1), seqlen_q)
     rows = block_m * p.group_size
     block_n = max(min(BLOCK_N, seen_hi - seen_lo), 1)
@@ -121,7 +121,8 @@ def _even_step(total: int, limit: int) -> int:
     return -(-total // steps)
 
 
-def _window(problem: AttentionProblem) -> tuple[int, int]:
+def window_sizes(problem: AttentionProblem) -> tuple[int, int]:
+    """(left, right), as ranges.py wants them."""
     left, right = problem.window_left, problem.window_right
     return UNLIMITED if left is None else left, UNLIMITED if right is None else right
 
@@ -129,25 +130,13 @@ def _window(problem: AttentionProblem) -> tuple[int, int]:
 def row_blocks(problem: AttentionProblem, part: Part) -> Iterator[tuple[int, int, list[Tile]]]:
     """(m_lo, m_hi, tiles) for the blocks of rows that see any key. Other rows are never touched: whatever they hold,
     NaN included, stays out of every product."""
-    window = part.seqlen_q, part.seqlen_k, *_window(problem)
+    window = part.seqlen_q, part.seqlen_k, *window_sizes(problem)
     first, last = seeing_rows(*window)
     for m_lo in range(first, last, part.block_m):
         m_hi = min(m_lo + part.block_m, last)
         lo, hi = key_range(m_lo, m_hi, *window)
         full_lo, full_hi = full_key_range(m_lo, m_hi, *window)
-        # Cut where the window starts to matter, at aligned keys.
-        full_lo = lo if full_lo == lo else -(-full_lo // ALIGN_N) * ALIGN_N
-        full_hi = hi if full_hi == hi else full_hi // ALIGN_N * ALIGN_N
-        if full_lo >= full_hi:
-            spans = [(lo, hi, False)]
-        else:
-            spans = [(lo, full_lo, False), (full_lo, full_hi, True), (full_hi, hi, False)]
-        tiles = []
-        for n_start, n_stop, full in spans:
-            if n_start < n_stop:
-                step = _even_step(n_stop - n_start, part.block_n)
-                step = min(-(-step // ALIGN_N) * ALIGN_N, part.block_n)
-                tiles += [
-                    Tile(m_lo, m_hi, n_lo, min(n_lo + step, n_stop), full) for n_lo in range(n_start, n_stop, step)
-                ]
+        step = min(-(-_even_step(hi - lo, part.block_n) // ALIGN_N) * ALIGN_N, part.block_n)
+        bounds = [*range(lo, hi, step), hi]
+        tiles = [Tile(m_lo, m_hi, n, n_hi, full_lo <= n and n_hi <= full_hi) for n, n_hi in pairwise(bounds)]
         yield m_lo, m_hi, tiles

@@ -11,9 +11,12 @@ from torch import Tensor
 from ..dropout import dropout_key, keep_tile
 from ..problem import AttentionProblem
 from .contract import Inputs
-from .cpu_plan import Part, Tile
+from .cpu_plan import Part, Tile, window_sizes
 
 LOG2E = math.log2(math.e)
+WINDOWS_KEPT = 8
+
+Windows = dict[tuple[int, int, int], Tensor]
 
 
 class Terms(NamedTuple):
@@ -41,9 +44,10 @@ class Scores:
     would be -inf, and because a row without keys has exactly the sink as its lse.
     """
 
-    def __init__(self, problem: AttentionProblem, inputs: Inputs, part: Part):
+    def __init__(self, problem: AttentionProblem, inputs: Inputs, part: Part, windows: Windows):
         p = self.problem = problem
         self.part = part
+        self.windows = windows  # shared by the parts of a call
         has_bias, has_mask = p.bias is not None or p.bias_fn is not None, p.mask is not None or p.mask_fn is not None
         self.unit = 1.0 if has_bias or p.sink else LOG2E
         self.q_unit = 1.0 / p.softcap if p.softcap else self.unit  # the factor of q.k, besides the softmax scale
@@ -64,7 +68,6 @@ class Scores:
         self.dropout_key = None
         if inputs.dropout_seed is not None:
             self.dropout_key = dropout_key(inputs.dropout_seed.reshape(()), self.b, self.h)
-        self._window_cache: tuple[Any, Tensor] | None = None
 
     def of_part(self, t: Tensor) -> Tensor:
         """This part's batch entries and heads of a tensor that broadcasts to (B, H, ., .)."""
@@ -91,7 +94,7 @@ class Scores:
     def terms(self, tile: Tile) -> Terms:
         """The tile's modifiers, each at its own broadcast shape."""
         p = self.problem
-        window = None if tile.full else self._outside_window(tile)
+        window = None if tile.full else self._window(tile)
         if self.window_only:
             return NO_TERMS if window is None else Terms(window=window)
 
@@ -126,22 +129,16 @@ class Scores:
         """The key, counted from the tile's first, at whose position its first row sits."""
         return tile.m_lo + self.part.seqlen_k - self.part.seqlen_q - tile.n_lo
 
-    def _outside_window(self, tile: Tile) -> Tensor:
-        """(m, n) 0 inside the window and -inf outside. Tiles on the diagonal are alike, so the last one is kept."""
-        p = self.problem
-        key = tile.m_hi - tile.m_lo, tile.n_hi - tile.n_lo, self._shift(tile)
-        if self._window_cache is None or self._window_cache[0] != key:
-            m, n, shift = key
-            inside = torch.ones(m, n, dtype=torch.bool, device=p.device)
-            if p.window_right is not None:
-                inside.tril_(shift + p.window_right)
-            if p.window_left is not None:
-                inside.triu_(shift - p.window_left)
-            self._window_cache = (
-                key,
-                torch.zeros(m, n, dtype=p.lse_dtype, device=p.device).masked_fill_(~inside, -math.inf),
-            )
-        return self._window_cache[1]
+    def _window(self, tile: Tile) -> Tensor:
+        """(m, n) 0 inside the window and -inf outside. Tiles along the diagonal are alike, so a few are kept."""
+        key = m, n, shift = tile.m_hi - tile.m_lo, tile.n_hi - tile.n_lo, self._shift(tile)
+        if key not in self.windows:
+            if len(self.windows) == WINDOWS_KEPT:
+                self.windows.clear()
+            left, right = window_sizes(self.problem)
+            hide = torch.full((m, n), -math.inf, dtype=self.problem.lse_dtype, device=self.problem.device)
+            self.windows[key] = hide.triu(shift + right + 1).add_(hide.tril_(shift - left - 1))
+        return self.windows[key]
 
     def _call(self, fn: Any, aux: list[tuple[Any, Tensor]], i: Tensor, j: Tensor, tile: Tile) -> Tensor:
         """A modifier function on index tensors, its aux values along the axes they belong to."""
