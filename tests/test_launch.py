@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +20,7 @@ import triton
 import triton.language as tl
 
 from speedlight import launch
-from speedlight.launch import Launch, Prepared
+from speedlight.launch import Launch
 from speedlight.target import Target
 
 SM80, GFX942 = Target.parse("sm_80"), Target.parse("gfx942")
@@ -87,82 +89,100 @@ def test_options_reach_the_compiler():
     assert ".maxnreg 64" in compiled.asm["ptx"] or ".maxnreg\t64" in compiled.asm["ptx"]
 
 
-def test_prepared_keeps_arguments_in_order_and_no_tensor():
-    launch_ = record()
-    prepared = Prepared(launch_, None)
-    assert prepared.args == (16, 64, 16, 0.5, 8, True, 32)
-    assert prepared.grid == (2, 1, 1)
-    assert launch_.tensors == ()
-
-
 @pytest.fixture
 def driver(monkeypatch):
-    """A stand-in for a compiled kernel and its device; ``driver.calls`` receives the launches."""
-    calls = []
-    compiled = SimpleNamespace(run=lambda *a: calls.append(a), function="function", packed_metadata="metadata")
+    """A stand-in for a device and its compiled kernels: ``compiled`` receives the tensors of launches through Triton,
+    ``calls`` the arguments of repeated ones."""
+    calls, compiled = [], []
+    kernel = SimpleNamespace(run=lambda *a: calls.append(a), function="function", packed_metadata="metadata")
+
+    class Kernel:
+        arg_names = _kernel.arg_names
+
+        def __getitem__(self, grid):
+            return lambda *tensors, **args: compiled.append((grid, tensors, args)) or kernel
+
+    def build(*tensors, take=None):
+        launch_ = record()
+        launch_.kernel, launch_.tensors, launch_.take = Kernel(), tensors, take
+        return launch_
+
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: ("stream", index), raising=False)
-    return SimpleNamespace(calls=calls, compiled=compiled)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(launch, "_PLANS", {})
+    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    return SimpleNamespace(calls=calls, compiled=compiled, build=build)
 
 
-def test_prepared_launches_what_it_was_made_for(driver):
+GPU = torch.device("cuda", 0)
+REST = (16, 64, 16, 0.5, 8, True, 32)
+
+
+def test_a_repeated_launch_is_what_it_was_made_for(driver):
     """Straight to the driver, in the order of Triton's own launcher, with the tensors' addresses."""
-    prepared = Prepared(record(), driver.compiled)
-    x, y = torch.ones(4), torch.ones(4)
-    prepared(3, x, y, None)
-    assert driver.calls == [
-        (2, 1, 1, ("stream", 3), "function", "metadata", None, None, None, x.data_ptr(), y.data_ptr(), None,
-         16, 64, 16, 0.5, 8, True, 32)
-    ]  # fmt: skip
+
+    def run():
+        x, y = torch.ones(4), torch.ones(4)
+        launch.run("key", GPU, (x, y, None), lambda: driver.build(x, y, None))
+        return x, y
+
+    run()
+    x, y = run()
+    [(grid, tensors, args)] = driver.compiled
+    assert (grid, tensors[2]) == ((2,), None)
+    assert args == record().args | record().meta()
+    fixed = (2, 1, 1, ("stream", 0), "function", "metadata", None, None, None)
+    assert driver.calls == [(*fixed, x.data_ptr(), y.data_ptr(), None, *REST)]
+
+
+def test_a_plan_gives_each_kernel_its_own_tensors(driver):
+    """By position, not by identity: tensors that were one object at first may be two later."""
+    one = torch.ones(4)
+    launch.run(
+        "key", GPU, (one, one, one, None),
+        lambda: [driver.build(one, one, None, take=(2, 0, 3)), driver.build(one, one, None, take=(1, 2, 3))],
+    )  # fmt: skip
+    a, b, c = (torch.ones(4) for _ in range(3))
+    launch.run("key", GPU, (a, b, c, None), lambda: pytest.fail("built again"))
+    assert [call[9:12] for call in driver.calls] == [
+        (c.data_ptr(), a.data_ptr(), None),
+        (b.data_ptr(), c.data_ptr(), None),
+    ]
+
+
+def test_a_plan_keeps_no_tensor_alive(driver):
+    x = torch.ones(4)
+    gone = weakref.ref(x)
+    launch.run("key", GPU, (x, x, None), lambda x=x: driver.build(x, x, None))
+    driver.compiled.clear()
+    del x
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_profilers_hook_sees_every_launch(driver, monkeypatch):
     """With a launch hook set, the launch goes through Triton, which calls the hook."""
-    monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [print])
-    launches = []
-
-    class Kernel:
-        arg_names = _kernel.arg_names
-
-        def __getitem__(self, grid):
-            return lambda *tensors, **args: launches.append((grid, tensors, args))
-
-    launch_ = record()
-    launch_.kernel = Kernel()
-    prepared = Prepared(launch_, driver.compiled)
     x, y = torch.ones(4), torch.ones(4)
-    prepared(3, x, y, None)
-    assert driver.calls == []
-    [(grid, tensors, args)] = launches
-    assert grid == (2,)
-    assert all(a is b for a, b in zip(tensors, (x, y, None), strict=True))
-    assert args == record().args | record().meta()
+    monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [print])
+
+    def run():
+        launch.run("key", GPU, (x, y, None), lambda: driver.build(x, y, None))
+
+    for n in range(3):
+        run()
+        assert (len(driver.compiled), driver.calls) == (n + 1, [])
 
 
-def test_run_compiles_once_per_key_and_alignment(driver, monkeypatch):
+def test_run_compiles_once_per_key_and_alignment(driver):
     """Triton specialises on a pointer's alignment, so one prepared launch must not serve both."""
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(launch, "_PREPARED", {})
-    compiled = []
-
-    class Kernel:
-        arg_names = _kernel.arg_names
-
-        def __getitem__(self, grid):
-            return lambda *tensors, **args: compiled.append(tensors) or driver.compiled
-
-    def build(*tensors):
-        launch_ = record()
-        launch_.kernel, launch_.tensors = Kernel(), tensors
-        return launch_
-
     memory = torch.zeros(68)
     aligned, odd = memory[:64], memory[1:65]
     assert aligned.data_ptr() % 16 == 0
     assert odd.data_ptr() % 16 == 4
 
     def run(key, x, y):
-        launch.run(key, torch.device("cuda", 0), (x, y, None), lambda: build(x, y, None))
-        return len(compiled), len(driver.calls)
+        launch.run(key, GPU, (x, y, None), lambda: driver.build(x, y, None))
+        return len(driver.compiled), len(driver.calls)
 
     assert run("a", aligned, aligned) == (1, 0)
     assert run("a", aligned, aligned) == (1, 1)

@@ -387,7 +387,8 @@ def test_cpu_gradients_are_those_of_finite_differences(name, varlen):
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "fa1"])
 def test_packed_sequences_do_not_see_each_other(backend, device):
     lengths_q, lengths_k = (17, 0, 40, 8), (25, 6, 30, 13)
-    case = Case("packed", lengths_q=lengths_q, lengths_k=lengths_k, causal=True, alibi="h", num_heads=4)
+    alibi = "h" if backend == "cpu" else ""
+    case = Case("packed", lengths_q=lengths_q, lengths_k=lengths_k, causal=True, alibi=alibi, num_heads=4)
     inputs = make_inputs(case, device)
     out, lse = inputs.call(speedlight.attention, speedlight.attention_varlen, backend=backend, return_lse=True)
     start_q = start_k = 0

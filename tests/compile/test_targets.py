@@ -38,11 +38,45 @@ from speedlight.backends import fa1, fa2
 from speedlight.backends.fa2.tiles import BACKWARD, BACKWARD_SMALL, FORWARD, FORWARD_SMALL, family
 from speedlight.target import Target
 
-# The instruction of the matrix units. Triton has none for Turing and for float32 as such; on Hopper and Blackwell it
-# takes the older HMMA for tiles of fewer than 64 rows.
+# The instruction of the matrix units. Triton has none for Turing, and NVIDIA none for float32 as such.
 MATRIX_INSTRUCTIONS = {
     "sm_80": ["HMMA"], "sm_86": ["HMMA"], "sm_89": ["HMMA"], "sm_90": ["HGMMA"], "sm_100": ["UTCHMMA"],
     "sm_120": ["HMMA"], "gfx942": ["v_mfma"],
+}  # fmt: skip
+
+ALL_MATRIX_INSTRUCTIONS = ("HMMA", "HGMMA", "UTCHMMA", "v_mfma")
+
+# What kernels spill, where it is more than 32: bytes for each thread (AMD: registers), for head dimensions 64, 128 and
+# 256, with options off or causal, and with all on. The larger of Triton 3.6.0 and 3.9.0, 2026-11-30. A quarter and 32
+# more are let pass. The bounds are there to notice a change; whether a row is worth its spills, a GPU must say.
+SPILLS = {
+    "fa2 sm_75 bwd_dkdv": ((0, 368, 328), (56, 576, 576)),
+    "fa2 sm_75 bwd_dq": ((0, 232, 200), (0, 280, 216)),
+    "fa2 sm_75 bwd_dkdv_float32": ((0, 216, 208), (0, 0, 0)),
+    "fa1 sm_75 bwd": ((0, 320, 0), (0, 0, 0)),
+    "fa2 sm_80 fwd": ((0, 0, 0), (48, 184, 208)),
+    "fa2 sm_80 bwd_dkdv": ((0, 0, 0), (784, 536, 120)),
+    "fa2 sm_80 bwd_dkdv_float32": ((0, 208, 208), (0, 600, 664)),
+    "fa1 sm_80 fwd": ((56, 64, 0), (0, 0, 0)),
+    "fa1 sm_80 bwd": ((184, 0, 0), (0, 0, 0)),
+    "fa2 sm_86 bwd_dkdv": ((0, 0, 0), (224, 0, 0)),
+    "fa2 sm_86 bwd_dkdv_float32": ((0, 208, 200), (0, 0, 0)),
+    "fa1 sm_86 bwd": ((112, 0, 0), (0, 0, 0)),
+    "fa1 sm_89 bwd": ((112, 0, 0), (0, 0, 0)),
+    "fa2 sm_90 bwd_dkdv": ((0, 48, 320), (864, 704, 888)),
+    "fa2 sm_90 bwd_dq": ((0, 0, 72), (0, 0, 48)),
+    "fa2 sm_90 bwd_delta_float32": ((0, 0, 72), (0, 0, 0)),
+    "fa2 sm_90 bwd_dkdv_float32": ((0, 232, 232), (0, 0, 0)),
+    "fa1 sm_90 fwd": ((0, 232, 0), (0, 0, 0)),
+    "fa1 sm_90 bwd": ((0, 384, 0), (0, 0, 0)),
+    "fa2 sm_100 fwd": ((0, 0, 64), (120, 0, 760)),
+    "fa2 sm_100 bwd_dkdv": ((0, 0, 0), (808, 72, 304)),
+    "fa2 sm_100 bwd_dkdv_float32": ((0, 232, 232), (0, 0, 0)),
+    "fa1 sm_100 fwd": ((0, 448, 0), (0, 0, 0)),
+    "fa1 sm_120 fwd": ((80, 80, 0), (0, 0, 0)),
+    "fa1 sm_120 bwd": ((304, 48, 0), (0, 0, 0)),
+    "fa2 gfx942 bwd_dkdv_float32": ((0, 0, 67), (0, 0, 109)),
+    "fa2 gfx942 bwd_dq_float32": ((0, 0, 66), (0, 0, 112)),
 }  # fmt: skip
 
 
@@ -94,11 +128,22 @@ def compiled():
         if number not in done:
             check = CHECKS[number]
             found = launches(*check)
-            assert not isinstance(found, str), f"refused: {found}"
+            if isinstance(found, str):  # the only reason for which a row may serve some of its targets and not others
+                assert "shared memory" in found, found
+                pytest.skip(found)
             done[number] = {name: compile_code(record, check.target) for name, record in found.items()}
         return done[number]
 
     return get
+
+
+def spill_bound(check: Check, kernel: str) -> float:
+    backend = check.backend.__name__.rpartition(".")[2]
+    dtype = "_float32" if check.variant.dtype is torch.float32 else ""
+    off, on = SPILLS.get(f"{backend} {check.target} {kernel}{dtype}", ((0, 0, 0), (0, 0, 0)))
+    row = off if check.variant.name in ("plain", "causal") else on
+    dim = check.variant.block_dim
+    return 1.25 * row[(dim > 64) + (dim > 128)] + 32
 
 
 def measured(codes: dict[str, Code]) -> str:
@@ -114,7 +159,8 @@ def test_tile_row(compiled, number):
         assert code.shared <= target.shared_memory, f"{what}: {code.shared} bytes of shared memory"
         assert code.spills <= spill_bound(check, name), f"{what} spills more than its bound; {measured(codes)}"
     if variant.name in ("plain", "causal"):
-        expected = MATRIX_INSTRUCTIONS.get(str(target), []) if variant.dtype.itemsize == 2 else []
+        has_units = variant.dtype.itemsize == 2 or target.kind == "hip"
+        expected = MATRIX_INSTRUCTIONS.get(str(target), []) if has_units else []
         for name, code in codes.items():
             found = [i for i in ALL_MATRIX_INSTRUCTIONS if code.count(i)]
             assert found == ([] if name == "bwd_delta" else expected), f"{name} of {check}"
