@@ -13,8 +13,9 @@ from ..problem import AttentionProblem
 from .contract import Inputs
 from .ranges import UNLIMITED, full_key_range, key_range, seeing_rows, seen_keys
 
-# A tile of scores is written once and read several times, so a thread's share of it must stay in the core's L2 cache:
-# three times the speed of larger tiles (Xeon with 2 MiB of L2 a core, torch 2.13, 2026-11-30).
+# A tile of scores is written once and then read or rewritten five to nine times, so a thread's share of it must stay in
+# the core's L2 cache: elementwise passes over it take a third of the time (Xeon with 2 MiB of L2 a core, torch 2.13,
+# B1 H8 D64, 2026-11-30).
 SCORE_BYTES_PER_THREAD = 1024 * 1024
 SCORE_BYTES_ON_GPU = 64 * 1024 * 1024
 BLOCK_ROWS = 256  # rows of one matrix product: block_m for each query head that shares a K/V head

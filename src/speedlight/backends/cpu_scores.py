@@ -141,7 +141,7 @@ class Scores:
         return self.windows[key]
 
     def _call(self, fn: Any, aux: list[tuple[Any, Tensor]], i: Tensor, j: Tensor, tile: Tile) -> Tensor:
-        """A modifier function on index tensors, its aux values along the axes they belong to."""
+        """What a modifier function returns for a tile, with four dimensions."""
         values = []
         for axis, t in aux:
             if axis == "head":
@@ -155,6 +155,7 @@ class Scores:
         return result[(None,) * (4 - result.dim())]
 
     def _blind(self, hidden: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+        """Rows that see no key of the tile, and keys that no row of it sees, folded as q and k are."""
         part, group = self.part, self.problem.group_size
         m, n = tile.m_hi - tile.m_lo, tile.n_hi - tile.n_lo
         hidden = hidden[(None,) * (4 - hidden.dim())]

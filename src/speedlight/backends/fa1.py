@@ -176,7 +176,9 @@ def _attn_bwd_kernel(
                 if dq is not None:
                     dq_h = dq + first_row * HEAD_DIM
                     dq_i = load_tile(dq_h, start, HEAD_DIM, 0, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_D, 1, WIDE, True)
-                    dq_i += tl.dot(tl.trans(ds_t), k_j, input_precision=PRECISION) * softmax_scale
+                    # dS K as (K^T dS^T)^T: K^T has the 64 rows that Hopper's matrix instruction takes, dS only BLOCK_M.
+                    dq_t = tl.dot(tl.trans(k_j), ds_t, input_precision=PRECISION)
+                    dq_i += tl.trans(dq_t) * softmax_scale
                     tl.debug_barrier()  # both barriers as in the forward
                     store_tile(dq_h, start, HEAD_DIM, seqlen_q, dq_i, HEAD_DIM, BLOCK_M, BLOCK_D, WIDE)
         if dk is not None:
