@@ -27,7 +27,7 @@ test: $(VENV)/.dev $(TRITON_FOLDERS:%=%/.installed)
 	$(BIN)/python tools/run_tests.py
 
 test-gpu:
-	$(SOURCE) $(PYTHON) -m pytest -q tests -m gpu
+	$(SOURCE) $(PYTHON) -m pytest -q tests/test_gpu.py tests/test_bench.py -m gpu
 	$(SOURCE) $(PYTHON) -m pytest -q tests/backends
 
 BENCH ?= run

@@ -103,8 +103,9 @@ def _captured(backend: ModuleType, target: Target) -> Iterator[dict[str, launch.
     found: dict[str, launch.Launch] = {}
 
     def keep(key: Any, device: Any, tensors: Any, build: Any) -> None:
-        record = build()
-        found[record.kernel.__name__.removeprefix("_attn_").removesuffix("_kernel")] = record
+        records = build()
+        for record in [records] if isinstance(records, launch.Launch) else records:
+            found[record.kernel.__name__.removeprefix("_attn_").removesuffix("_kernel")] = record
 
     with mock.patch.object(launch, "run", keep), mock.patch.object(backend, "target_of", lambda device: target):
         yield found

@@ -226,9 +226,7 @@ def _sizes(problem: AttentionProblem) -> dict[str, Any]:
     }
 
 
-def _tile_args(
-    problem: AttentionProblem, tile: Tile, tensors: tuple[Tensor | None, ...], unit: int
-) -> dict[str, Any]:
+def _tile_args(problem: AttentionProblem, tile: Tile, tensors: tuple[Tensor | None, ...], unit: int) -> dict[str, Any]:
     # Offsets within a tile are 32-bit unless some row stride is so long that a tile spans 2^31 elements.
     longest = max(t.stride(-3) for t in tensors if t is not None and t.dim() >= 3)
     return {

@@ -105,7 +105,7 @@ BACKWARD: dict[str, tuple[Row[BwdTile], ...]] = {
     ),
     "sm75": (
         Row(64, BwdTile(Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))),
-        Row(128, BwdTile(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))),
+        Row(128, BwdTile(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1))),
         Row(256, BwdTile(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1))),
     ),
     "hip": (
