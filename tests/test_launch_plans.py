@@ -1,0 +1,103 @@
+"""The plans of the Triton backends: a repeated pass must hand every kernel the same tensors as a first one.
+
+Runs without a GPU: kernels and driver are stand-ins that record addresses.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from speedlight import target
+
+if target.triton_problem() is not None:
+    pytest.skip("needs Triton", allow_module_level=True)
+if target.interpreting():
+    pytest.skip("the interpreter has no plans", allow_module_level=True)
+
+from speedlight import launch
+from speedlight.backends import fa2
+from speedlight.backends.contract import Needs
+from speedlight.problem import describe
+from speedlight.target import Target
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Launches as (kernel, {leading parameter: address}), through Triton or repeated alike."""
+    launches = []
+
+    class Kernel:
+        def __init__(self, name, kernel):
+            self.name, self.arg_names, self.params = name, kernel.arg_names, kernel.params
+
+        def record(self, pointers):
+            launches.append((self.name, dict(zip(self.arg_names, pointers, strict=False))))
+
+        def __getitem__(self, grid):
+            def first(*tensors, **args):
+                self.count = len(tensors)
+                self.record([None if t is None else t.data_ptr() for t in tensors])
+                return SimpleNamespace(run=self.again, function=None, packed_metadata=None)
+
+            return first
+
+        def again(self, *arguments):
+            self.record(arguments[9 : 9 + self.count])
+
+    for name in ("_attn_fwd_kernel", "_attn_bwd_delta_kernel", "_attn_bwd_dkdv_kernel", "_attn_bwd_dq_kernel"):
+        monkeypatch.setattr(fa2, name, Kernel(name, getattr(fa2, name)))
+    monkeypatch.setattr(fa2, "target_of", lambda device: Target("cuda", 90))
+    monkeypatch.setattr(launch, "_PLANS", {})
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    return launches
+
+
+def _inputs(varlen: bool):
+    shape = (48, 2, 64) if varlen else (1, 48, 2, 64)
+    q, k, v, out, dout = (torch.randn(shape, dtype=torch.bfloat16) for _ in range(5))
+    lse = torch.randn((2, 48) if varlen else (1, 2, 48))
+    cu = (torch.tensor([0, 20, 48], dtype=torch.int32), torch.tensor([0, 30, 48], dtype=torch.int32))
+    problem, inputs = describe(q, k, v, *(cu if varlen else ()), causal=True)
+    return problem, inputs, out, lse, dout
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("needs", [Needs(), Needs(q=False), Needs(k=False, v=False), Needs(q=False, k=False)])
+@pytest.mark.parametrize("with_dlse", [False, True])
+def test_a_repeated_backward_gives_each_kernel_what_a_first_one_does(recorded, varlen, needs, with_dlse):
+    passes = []
+    for _ in range(2):
+        problem, inputs, out, lse, dout = _inputs(varlen)
+        dlse = torch.randn_like(lse) if with_dlse else None
+        grads = fa2.backward(problem, inputs, out, lse, dout, dlse, needs)
+        roles = {
+            "q": inputs.q, "k": inputs.k, "v": inputs.v, "out": out, "lse": lse, "dout": dout, "dlse": dlse,
+            "dq": grads.q, "dk": grads.k, "dv": grads.v,
+            "cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k,
+            "seqused_q": None, "seqused_k": None,
+        }  # fmt: skip
+        deltas = set()
+        for _, pointers in recorded:
+            deltas.add(pointers.pop("delta"))
+            assert pointers == {name: t if t is None else t.data_ptr() for name, t in roles.items() if name in pointers}
+        assert len(deltas) == 1  # written by the first kernel, read by the others
+        passes.append([(name, sorted(pointers)) for name, pointers in recorded])
+        recorded.clear()
+    assert passes[0] == passes[1]
+    assert len(passes[0]) == (needs.q or needs.k) + (needs.k or needs.v) + needs.q
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_a_repeated_forward_does_too(recorded, varlen):
+    for n in range(2):
+        problem, inputs, *_ = _inputs(varlen)
+        out, lse = fa2.forward(problem, inputs)
+        [(_, pointers)] = recorded
+        expected = (*inputs[:3], out, lse, *inputs[3:7])
+        assert list(pointers.values()) == [None if t is None else t.data_ptr() for t in expected], n
+        recorded.clear()
+    assert len(launch._PLANS) == 1
