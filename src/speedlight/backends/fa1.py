@@ -41,9 +41,9 @@ from ..launch import Launch
 from ..problem import AttentionProblem
 from ..target import Target, target_of
 from .contract import Grads, Inputs, Needs
-from .fa2 import _strides, _unit, vectorised
 from .fa2.common import LOG2_E, UNLIMITED, load_tile, query_range, seeing_rows, store_tile, visible
 from .fa2.tiles import Tile, block_dim, family
+from .layout import strides, unit_of, vectorised
 
 _MAX_HEAD_DIM = 128
 _GRID_LIMIT = 2**31 - 1
@@ -278,8 +278,8 @@ def backward(
         _, tile = tiles(problem, target_of(device), vectorised(problem, (q, k, v, do)))
         return backward_launch(problem, tensors, tile)
 
-    strides = tuple(None if t is None else t.stride() for t in (q, k, v, do, dlse))
-    launch.run(("fa1.backward", problem, needs[:3], strides), device, tensors, build)
+    layout = tuple(None if t is None else t.stride() for t in (q, k, v, do, dlse))
+    launch.run(("fa1.backward", problem, needs[:3], layout), device, tensors, build)
     return Grads(None if dq is None else _rows_first(dq, q.dtype), dk, dv)
 
 
@@ -308,11 +308,11 @@ def _record(
     kernel: Any, heads: int, problem: AttentionProblem, tensors: tuple[Tensor | None, ...], tile: Tile,
     strided: dict[str, Tensor], more: dict[str, int] | None = None,
 ) -> Launch:  # fmt: skip
-    unit = _unit(problem, tuple(strided.values()))
+    unit = unit_of(problem, tuple(strided.values()))
     # Offsets within a tile are 32-bit unless some row stride is so long that a tile spans 2^31 elements.
     longest = max(problem.num_heads * _MAX_HEAD_DIM, *(t.stride(1) for t in strided.values()))
     args = {
-        **_strides(problem, unit, **strided),
+        **strides(problem, unit, **strided),
         **(more or {}),
         "num_heads": problem.num_heads,
         "seqlen_q": problem.seqlen_q,

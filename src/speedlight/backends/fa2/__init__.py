@@ -12,6 +12,7 @@ from ...launch import Launch
 from ...problem import AttentionProblem
 from ...target import Target, target_of
 from ..contract import Grads, Inputs, Needs
+from ..layout import strides, unit_of, vectorised
 from .backward import _attn_bwd_delta_kernel, _attn_bwd_dkdv_kernel, _attn_bwd_dq_kernel
 from .forward import _attn_fwd_kernel
 from .tiles import Tile, backward_tile, block_dim, forward_tile
@@ -49,11 +50,6 @@ def supports(problem: AttentionProblem, target: Target) -> str | None:
 
 def describe_tile(problem: AttentionProblem, target: Target) -> str:
     return f"forward {forward_tile(problem, target)}, backward {backward_tile(problem, target)}"
-
-
-def vectorised(problem: AttentionProblem, tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether rows of all 3-D and 4-D tensors start on 16 bytes, so that tiles load 16 bytes at a time."""
-    return _unit(problem, tensors) > 1 and all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
 
 
 def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -128,10 +124,10 @@ def _chosen(tensors: tuple[Tensor | None, ...], indices: tuple[int, ...]) -> tup
 
 def forward_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], tile: Tile) -> Launch:
     q, k, v = tensors[:3]
-    unit = _unit(problem, (q, k, v))
+    unit = unit_of(problem, (q, k, v))
     kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     args = {
-        **_strides(problem, unit, q=q, k=k, v=v),
+        **strides(problem, unit, q=q, k=k, v=v),
         **_sizes(problem),
         "group_size": problem.group_size,
         "heads_together": max(1, min(_L2_BYTES // max(kv_bytes, 1), problem.batch * problem.num_heads)),
@@ -149,7 +145,7 @@ def delta_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...]) 
     names = ("stride_dlb", "stride_dlh", "stride_dlm")
     dlse_strides = (0, 0, 0) if dlse is None else ((0, *dlse.stride()) if problem.varlen else dlse.stride())
     args = {
-        **_strides(problem, 1, do=dout),
+        **strides(problem, 1, do=dout),
         **dict(zip(names, dlse_strides, strict=True)),
         "num_heads": problem.num_heads,
         "seqlen_q": problem.seqlen_q,
@@ -164,9 +160,9 @@ def delta_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...]) 
 
 def dkdv_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], tile: Tile) -> Launch:
     q, k, v, dout = tensors[:4]
-    unit = _unit(problem, (q, k, v, dout))
+    unit = unit_of(problem, (q, k, v, dout))
     args = {
-        **_strides(problem, unit, q=q, k=k, v=v, do=dout),
+        **strides(problem, unit, q=q, k=k, v=v, do=dout),
         **_sizes(problem),
         # A compile-time count: with one query head per K/V head the loop over the group vanishes, and its registers.
         "GROUP_SIZE": problem.group_size,
@@ -181,9 +177,9 @@ def dkdv_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], t
 
 def dq_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], tile: Tile) -> Launch:
     q, k, v, dout = tensors[:4]
-    unit = _unit(problem, (q, k, v, dout))
+    unit = unit_of(problem, (q, k, v, dout))
     args = {
-        **_strides(problem, unit, q=q, k=k, v=v, do=dout),
+        **strides(problem, unit, q=q, k=k, v=v, do=dout),
         **_sizes(problem),
         "group_size": problem.group_size,
         "TAIL": _ragged(problem, problem.seqlen_k, tile.block_n),
@@ -191,26 +187,6 @@ def dq_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], til
     }
     grid = _tiles(problem, problem.seqlen_q, tile.block_m) * problem.num_heads
     return _record(_attn_bwd_dq_kernel, grid, tensors, args, tile, _DQ)
-
-
-def _unit(problem: AttentionProblem, tensors: tuple[Tensor | None, ...]) -> int:
-    """Elements in which strides are counted: as many as fill 16 bytes if all strides are such multiples, else 1."""
-    unit = 16 // problem.dtype.itemsize
-    strides = [s for t in tensors if t is not None and t.dim() >= 3 for s in t.stride()[:-1]]
-    dims = [problem.head_dim, problem.head_dim_v]
-    return unit if all(n % unit == 0 for n in strides + dims) else 1
-
-
-def _strides(problem: AttentionProblem, unit: int, **tensors: Tensor | None) -> dict[str, int]:
-    """stride_<name><axis> in units, the batch stride 0 in varlen. Rows are axis m for queries, n for keys."""
-    strides = {}
-    for name, t in tensors.items():
-        assert t is not None
-        batch, row, head = (0, *t.stride()[:2]) if problem.varlen else t.stride()[:3]
-        strides[f"stride_{name}b"] = batch // unit
-        strides[f"stride_{name}{'n' if name in 'kv' else 'm'}"] = row // unit
-        strides[f"stride_{name}h"] = head // unit
-    return strides
 
 
 def _sizes(problem: AttentionProblem) -> dict[str, Any]:
