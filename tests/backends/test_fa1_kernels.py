@@ -12,13 +12,16 @@ import re
 import pytest
 import torch
 
-from speedlight import launch, reference
-from speedlight.problem import describe
-from speedlight.target import Target, target_of
+from speedlight import target
 
-pytest.importorskip("triton")
+if target.triton_problem() is not None:
+    pytest.skip("needs Triton", allow_module_level=True)
+
+from speedlight import launch, reference
 from speedlight.backends import fa1
 from speedlight.backends.contract import Needs
+from speedlight.problem import describe
+from speedlight.target import Target, target_of
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 interpreter_only = pytest.mark.skipif(not INTERPRETING, reason="watches loads in Triton's interpreter")

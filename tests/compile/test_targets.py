@@ -39,25 +39,20 @@ from speedlight.backends.fa2.tiles import BACKWARD, BACKWARD_SMALL, FORWARD, FOR
 from speedlight.target import Target
 
 # The instruction of the matrix units. Triton has none for Turing, and NVIDIA none for float32 as such.
-MATRIX_INSTRUCTIONS = {
-    "sm_80": ["HMMA"], "sm_86": ["HMMA"], "sm_89": ["HMMA"], "sm_90": ["HGMMA"], "sm_100": ["UTCHMMA"],
-    "sm_120": ["HMMA"], "gfx942": ["v_mfma"],
+MATRIX_INSTRUCTION = {
+    "sm_80": "HMMA", "sm_86": "HMMA", "sm_89": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "sm_120": "HMMA",
+    "gfx942": "v_mfma",
 }  # fmt: skip
-
-ALL_MATRIX_INSTRUCTIONS = ("HMMA", "HGMMA", "UTCHMMA", "v_mfma")
 
 # What kernels spill, where it is more than 32: bytes for each thread (AMD: registers), for head dimensions 64, 128 and
 # 256, with options off or causal, and with all on. The larger of Triton 3.6.0 and 3.9.0, 2026-11-30. A quarter and 32
 # more are let pass. The bounds are there to notice a change; whether a row is worth its spills, a GPU must say.
 SPILLS = {
-    "fa1 sm_80 bwd": ((0, 312, 0), (0, 0, 0)),
-    "fa1 sm_86 bwd": ((0, 184, 0), (0, 0, 0)),
-    "fa1 sm_89 bwd": ((0, 184, 0), (0, 0, 0)),
     "fa1 sm_90 fwd": ((0, 88, 0), (0, 0, 0)),
-    "fa1 sm_90 bwd": ((0, 144, 0), (0, 0, 0)),
+    "fa1 sm_90 bwd": ((0, 304, 0), (0, 0, 0)),
     "fa1 sm_100 fwd": ((0, 48, 0), (0, 0, 0)),
     "fa1 sm_120 fwd": ((0, 88, 0), (0, 0, 0)),
-    "fa1 sm_120 bwd": ((48, 448, 0), (0, 0, 0)),
+    "fa1 sm_120 bwd": ((120, 0, 0), (0, 0, 0)),
     "fa2 sm_75 bwd_dkdv": ((0, 0, 328), (56, 40, 576)),
     "fa2 sm_75 bwd_dq": ((0, 0, 200), (0, 0, 216)),
     "fa2 sm_75 bwd_dkdv_float32": ((0, 216, 208), (0, 0, 0)),
@@ -158,10 +153,13 @@ def test_tile_row(compiled, number):
         assert code.spills <= spill_bound(check, name), f"{what} spills more than its bound; {measured(codes)}"
     if variant.name in ("plain", "causal"):
         has_units = variant.dtype.itemsize == 2 or target.kind == "hip"
-        expected = MATRIX_INSTRUCTIONS.get(str(target), []) if has_units else []
+        expected = MATRIX_INSTRUCTION.get(str(target)) if has_units else None
         for name, code in codes.items():
-            found = [i for i in ALL_MATRIX_INSTRUCTIONS if code.count(i)]
-            assert found == ([] if name == "bwd_delta" else expected), f"{name} of {check}"
+            found = {i for i in MATRIX_INSTRUCTION.values() if code.count(i)}
+            if expected is None or name == "bwd_delta":  # delta has no product
+                assert not found, f"{name} of {check}"
+            else:
+                assert expected in found, f"{name} of {check}"
     if str(target) == "sm_90" and variant.dtype.itemsize == 2 and variant.name in ("plain", "causal"):
         for name, code in codes.items():
             assert not assembler_notes(code), f"{name} of {check}: serialised matrix instructions"
