@@ -36,6 +36,10 @@ def supports(problem: AttentionProblem, target: Target) -> str | None:
         return "there is nothing to sum: v has head dimension 0"
     if problem.dtype is torch.bfloat16 and target.kind == "cuda" and target.arch == 75:
         return "Turing has no bfloat16 arithmetic"
+    if problem.dtype is torch.float32 and block_dim(max(problem.head_dim, problem.head_dim_v)) > 128:
+        # The least tiles of the backward pass, four of 16 x 256 and a reduction.
+        if target.kind == "cuda" and target.shared_memory < 65 * 1024:
+            return f"float32 with head dimensions above 128 needs more shared memory than {target} has"
     for name, used in (
         ("alibi_slopes", problem.alibi_batched is not None),
         ("bias", problem.bias is not None or problem.bias_fn is not None),
