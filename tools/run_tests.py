@@ -71,7 +71,8 @@ def run(part: Part, folder: Path) -> Result:
     started = time.monotonic()
     code = subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL).returncode
     seconds = time.monotonic() - started
-    if not report.exists():  # pytest did not get that far
+    if not report.exists():
+        print(f"=== {part.name} ended without a report, exit status {code}", flush=True)
         return Result(0, 1, 0, False, seconds)
     total = failed = skipped = 0
     for suite in ElementTree.parse(report).iter("testsuite"):
