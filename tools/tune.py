@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import torch
 
@@ -51,17 +50,14 @@ def launcher(kernel: str, dim: int, causal: bool, seqlen: int, dtype: torch.dtyp
     problem, inputs = describe(q, k, v, causal=causal)
     out, lse = fa2.forward(problem, inputs)
     delta, dq, dk, dv = torch.zeros_like(lse), *(torch.empty_like(t) for t in (q, k, v))
+    forward = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    backward = {**forward, "dout": dout, "delta": delta, "dq": dq, "dk": dk, "dv": dv}
     tensors, build = {
-        "fwd": ((q, k, v, out, lse, *inputs[3:7]), fa2.forward_launch),
-        "dkdv": ((q, k, v, dout, lse, delta, dk, dv, *inputs[3:7]), fa2.dkdv_launch),
-        "dq": ((q, k, v, dout, lse, delta, dq, *inputs[3:7]), fa2.dq_launch),
-    }[kernel]
+        "fwd": (forward, fa2.forward_launch), "dkdv": (backward, fa2.dkdv_launch), "dq": (backward, fa2.dq_launch),
+    }[kernel]  # fmt: skip
 
     def launched(tile: Tile) -> None:
-        def record() -> launch.Launch:
-            return replace(build(problem, tensors, tile), take=None)
-
-        launch.run((kernel, problem, tile), problem.device, tensors, record)
+        launch.run((kernel, problem, tile), problem.device, tensors, lambda: build(problem, tensors, tile))
 
     return launched
 

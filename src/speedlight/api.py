@@ -78,10 +78,8 @@ def attention(
     if dropout_p and dropout_seed is None:
         dropout_seed = _draw_seed(q, generator)
     out, lse = ops.attention(
-        q, k, v, None, None, None, None, backend,
-        softmax_scale=softmax_scale, causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes,
-        bias=bias, mask=mask, sink=sink, seqused_q=seqused_q, seqused_k=seqused_k, dropout_p=dropout_p,
-        dropout_seed=dropout_seed, deterministic=deterministic,
+        q, k, v, None, None, None, None, backend, softmax_scale, causal, window, softcap,
+        alibi_slopes, bias, mask, sink, seqused_q, seqused_k, dropout_p, dropout_seed, deterministic,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -135,10 +133,8 @@ def attention_varlen(
     if dropout_p and dropout_seed is None:
         dropout_seed = _draw_seed(q, generator)
     out, lse = ops.attention(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend,
-        softmax_scale=softmax_scale, causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes,
-        bias=bias, mask=mask, sink=sink, seqused_q=seqused_q, seqused_k=seqused_k, dropout_p=dropout_p,
-        dropout_seed=dropout_seed, deterministic=deterministic,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend, softmax_scale, causal, window,
+        softcap, alibi_slopes, bias, mask, sink, seqused_q, seqused_k, dropout_p, dropout_seed, deterministic,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -203,6 +199,8 @@ def warmup(problems: Iterable[tuple[tuple[Any, ...], dict[str, Any]]], *, backwa
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Autocast acts on q, k and v only; slopes, biases and sinks keep their precision."""
+    if not torch._C._is_any_autocast_enabled():
+        return q, k, v
     device_type = q.device.type
     if device_type == "meta" or q.dtype is torch.float64:
         return q, k, v

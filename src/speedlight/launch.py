@@ -8,9 +8,10 @@ GPU without having one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
+from functools import reduce
+from operator import itemgetter, or_
 from typing import Any
 
 import torch
@@ -28,24 +29,27 @@ _POINTER_TYPES = {
 
 @dataclass
 class Launch:
-    """One launch. ``tensors`` are the kernel's leading parameters, in order, None where an option is off; ``args``
-    holds every other parameter by name, constexprs included. ``take`` says where in the tensors given to ``run`` the
-    leading parameters stand; None: they are those."""
+    """One launch. ``tensors`` holds the kernel's leading parameters by name, and may hold more; one it lacks is None.
+    ``args`` holds every other parameter by name, constexprs included."""
 
     kernel: Any
     grid: tuple[int, ...]
-    tensors: tuple[Tensor | None, ...]
+    tensors: Mapping[str, Tensor]
     args: dict[str, Any]
     num_warps: int
     num_stages: int
     options: dict[str, Any] = field(default_factory=dict)
-    take: tuple[int, ...] | None = None
+
+    def tensor_names(self) -> list[str]:
+        names = self.kernel.arg_names
+        leading = [name for name in names if name not in self.args]
+        assert leading == names[: len(leading)] and len(leading) + len(self.args) == len(names), (names, self.args)
+        return leading
 
     def bound(self) -> list[Any]:
         """All arguments in the kernel's parameter order."""
-        names = self.kernel.arg_names[len(self.tensors) :]
-        assert len(names) == len(self.args), set(names) ^ set(self.args)
-        return [*self.tensors, *(self.args[name] for name in names)]
+        leading = self.tensor_names()
+        return [*map(self.tensors.get, leading), *(self.args[name] for name in self.kernel.arg_names[len(leading) :])]
 
     def meta(self) -> dict[str, Any]:
         # Fusing a*b+c is what the kernels are written for; Triton 3.10 turns it off unless asked.
@@ -57,30 +61,31 @@ class Prepared:
 
     __slots__ = ("args", "function", "grid", "metadata", "run", "take")
 
-    def __init__(self, launch: Launch, compiled: Any):
+    def __init__(self, launch: Launch, compiled: Any, order: list[str]):
+        """``order``: the names of the tensors whose addresses a repetition gets; after them comes a None."""
+        names = launch.tensor_names()
         self.grid = (*launch.grid, 1, 1)[:3]
-        self.args = tuple(launch.bound()[len(launch.tensors) :])
-        self.take = None if launch.take is None else itemgetter(*launch.take)
+        self.args = tuple(launch.bound()[len(names) :])
+        self.take = itemgetter(*(order.index(name) if name in order else -1 for name in names))
         self.run = compiled.run
         self.function = compiled.function
         self.metadata = compiled.packed_metadata
 
-    def __call__(self, stream: int, pointers: Sequence[int | None]) -> None:
+    def __call__(self, stream: int, addresses: Sequence[int | None]) -> None:
         # Plain integers for pointers: given tensors, the launcher asks the driver about each of them.
-        chosen = pointers if self.take is None else self.take(pointers)
-        self.run(*self.grid, stream, self.function, self.metadata, None, None, None, *chosen, *self.args)
+        self.run(
+            *self.grid, stream, self.function, self.metadata, None, None, None, *self.take(addresses), *self.args
+        )  # fmt: skip
 
 
 _PLANS: dict[Any, list[Prepared]] = {}
 _PLANS_LIMIT = 8192
 
 
-def run(
-    key: Any, device: torch.device, tensors: tuple[Tensor | None, ...], build: Callable[[], Launch | list[Launch]]
-) -> None:
-    """Launch on ``device``'s current stream. ``key`` must fix everything that ``build()`` depends on but the tensors'
-    addresses; their alignment, which Triton specialises on, is added here. Of several launches each must say what it
-    takes of ``tensors``."""
+def run(key: Any, device: torch.device, tensors: dict[str, Tensor], build: Callable[[], Launch | list[Launch]]) -> None:
+    """Launch on ``device``'s current stream what takes its tensors from ``tensors``. ``key`` must fix everything that
+    ``build()`` depends on but the tensors' addresses, also which of them there are; their alignment, which Triton
+    specialises on, is added here."""
     if interpreting():
         _build_and_launch(build)
         return
@@ -89,29 +94,29 @@ def run(
         with torch.cuda.device(index):
             run(key, device, tensors, build)
         return
-    pointers = [None if t is None else t.data_ptr() for t in tensors]
-    bits = 0
-    for pointer in pointers:
-        if pointer is not None:
-            bits |= pointer
-    aligned: Any = True if bits & 15 == 0 else tuple(p is not None and p & 15 == 0 for p in pointers)
+    pointers = list(map(Tensor.data_ptr, tensors.values()))
+    aligned: Any = reduce(or_, pointers) & 15 == 0 or tuple(p & 15 == 0 for p in pointers)
     key = (key, index, aligned)
     plan = _PLANS.get(key)
     hook = knobs.runtime.launch_enter_hook
     if plan is None or (hook is not None and getattr(hook, "calls", True)):  # a profiler listens: Triton's own way
         if len(_PLANS) >= _PLANS_LIMIT:
             _PLANS.clear()
-        _PLANS[key] = [Prepared(launch, compiled) for launch, compiled in _build_and_launch(build)]
+        _PLANS[key] = [Prepared(launch, compiled, list(tensors)) for launch, compiled in _build_and_launch(build)]
         return
     stream = torch._C._cuda_getCurrentRawStream(index)
+    addresses = (*pointers, None)
     for prepared in plan:
-        prepared(stream, pointers)
+        prepared(stream, addresses)
 
 
 def _build_and_launch(build: Callable[[], Launch | list[Launch]]) -> list[tuple[Launch, Any]]:
     launches = build()
     launches = [launches] if isinstance(launches, Launch) else launches
-    return [(each, each.kernel[each.grid](*each.tensors, **each.args, **each.meta())) for each in launches]
+    return [
+        (each, each.kernel[each.grid](*map(each.tensors.get, each.tensor_names()), **each.args, **each.meta()))
+        for each in launches
+    ]
 
 
 def lower(launch: Launch, target: Target) -> Any:

@@ -9,6 +9,7 @@ cannot serve both: Dynamo rejects a Function that defines jvp, and a custom op a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 from . import select
 from .backends.contract import Grads, Inputs, Needs
 from .modifiers import Bias, Mask, function_from_name, function_name
-from .problem import AttentionProblem, check_window, describe
+from .problem import AttentionProblem, Window, check_window, describe
 
 _TENSOR_FIELDS = Inputs._fields[:12]  # all but the two aux tuples
 _DIFFERENTIABLE = tuple(_TENSOR_FIELDS.index(name) for name in Needs._fields)
@@ -32,25 +33,29 @@ _NO_SECOND_ORDER = (
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | Tensor | None, max_seqlen_k: int | Tensor | None, backend: str | None, **options: Any,
+    max_seqlen_q: int | Tensor | None, max_seqlen_k: int | Tensor | None, backend: str | None,
+    softmax_scale: float | None, causal: bool, window: Window, softcap: float, alibi_slopes: Tensor | None,
+    bias: Tensor | Bias | None, mask: Tensor | Mask | None, sink: Tensor | None, seqused_q: Tensor | None,
+    seqused_k: Tensor | None, dropout_p: float, dropout_seed: Tensor | None, deterministic: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) with autograd, by the wrapper that fits the caller's situation."""
     if forward_ad._current_level >= 0:
-        _refuse_tangents(q, k, v, *(options[name] for name in ("alibi_slopes", "bias", "sink")))
+        _refuse_tangents(q, k, v, alibi_slopes, bias, sink)
     compiling = torch.compiler.is_compiling()
     functorch = not compiling and torch._C._are_functorch_transforms_active()
     if compiling or (not functorch and _needs_dispatcher(q, k, v)):  # custom ops have no rules for func.grad and jvp
-        return _call_op(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend, **options)
-    problem, inputs = describe(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options)
+        return _call_op(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend, softmax_scale, causal, window,
+            softcap, alibi_slopes, bias, mask, sink, seqused_q, seqused_k, dropout_p, dropout_seed, deterministic,
+        )  # fmt: skip
+    problem, inputs = describe(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, softcap,
+        alibi_slopes, bias, mask, sink, seqused_q, seqused_k, dropout_p, dropout_seed, deterministic,
+    )  # fmt: skip
     choice = select.choose(problem, backend)
-    tensors = inputs[:3] if problem.plain else (*inputs[:12], *inputs.mask_aux, *inputs.bias_aux)
-    arguments = (problem, choice.module, *tensors)
-    if functorch:
-        return _Attention.apply(*arguments)
-    if torch.is_grad_enabled() and _requires_grad(inputs):
-        # Function.apply without its preparation for functorch, which inspects the signature anew on every call and
-        # takes longer than all the rest of the call on the host.
-        return super(torch.autograd.Function, _Attention).apply(*arguments)
+    if functorch or (torch.is_grad_enabled() and _requires_grad(inputs)):
+        tensors = inputs[:3] if problem.plain else (*inputs[:12], *inputs.mask_aux, *inputs.bias_aux)
+        return (_Attention.apply if functorch else _apply)(problem, choice.module, *tensors)
     return run_forward(problem, choice.module, inputs)
 
 
@@ -84,7 +89,7 @@ def _requires_grad(x: Inputs) -> bool:
 
 
 def run_forward(problem: AttentionProblem, backend: Any, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    if problem.empty or (problem.seqlen_k == 0 and not problem.sink):
+    if problem.trivial:
         out = inputs.q.new_zeros((*inputs.q.shape[:-1], problem.head_dim_v))
         return out, inputs.q.new_full(problem.lse_shape, float("-inf"), dtype=problem.lse_dtype)
     return backend.forward(problem, inputs)
@@ -94,8 +99,7 @@ def run_backward(
     problem: AttentionProblem, backend: Any, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None,
     dlse: Tensor | None, needs: Needs,
 ) -> Grads:  # fmt: skip
-    nothing = dout is None and dlse is None
-    if nothing or problem.empty or (problem.seqlen_k == 0 and not problem.sink):
+    if problem.trivial or (dout is None and dlse is None):
         return Grads(*[torch.zeros_like(getattr(inputs, n)) if need else None for n, need in needs._asdict().items()])
     if dout is not None and dout.stride(-1) != 1:
         dout = dout.contiguous()  # an expanded gradient, as from out.sum()
@@ -105,11 +109,11 @@ def run_backward(
 # Eager and functorch
 
 
-def _inputs(problem: AttentionProblem, tensors: tuple[Tensor | None, ...]) -> Inputs:
+def _inputs(problem: AttentionProblem, tensors: Sequence[Tensor | None]) -> Inputs:
     if problem.plain:
         return Inputs(*tensors)  # type: ignore[arg-type]
     split = 12 + len(problem.mask_axes)
-    return Inputs(*tensors[:12], tensors[12:split], tensors[split:])  # type: ignore[arg-type, call-arg]
+    return Inputs(*tensors[:12], tuple(tensors[12:split]), tuple(tensors[split:]))  # type: ignore[arg-type, call-arg]
 
 
 class _Attention(torch.autograd.Function):
@@ -126,13 +130,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         *tensors, out, lse = ctx.saved_tensors
-        needed = ctx.needs_input_grad[2:]
-        problem = ctx.problem
+        problem, needed = ctx.problem, ctx.needs_input_grad[2:]
         needs = Needs(*needed) if problem.plain else Needs(*[needed[n] for n in _DIFFERENTIABLE])
         if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             grads = _AttentionBackward.apply(problem, ctx.backend, needs, dout, dlse, out, lse, *tensors)
         else:
-            grads = run_backward(problem, ctx.backend, _inputs(problem, tuple(tensors)), out, lse, dout, dlse, needs)
+            grads = run_backward(problem, ctx.backend, _inputs(problem, tensors), out, lse, dout, dlse, needs)
         if problem.plain:
             return None, None, *grads[:3]
         result: list[Any] = [None] * (2 + len(tensors))
@@ -147,6 +150,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, problem: AttentionProblem, backend: Any, *tensors: Tensor | None) -> Any:
         return _map(info.batch_size, in_dims[2:], tensors, lambda *ts: _Attention.apply(problem, backend, *ts))
+
+
+# Function.apply without its preparation for functorch, which inspects the signature anew on every call and takes longer
+# than all the rest of the call on the host.
+_apply = super(torch.autograd.Function, _Attention).apply
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -205,10 +213,10 @@ _NUM_ARGUMENTS = 26
 
 def _call_op(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | Tensor | None, max_seqlen_k: int | Tensor | None, backend: str | None, *,
-    softmax_scale: float | None, causal: bool, window: tuple[int | None, int | None], softcap: float,
-    alibi_slopes: Tensor | None, bias: Any, mask: Any, sink: Tensor | None, seqused_q: Tensor | None,
-    seqused_k: Tensor | None, dropout_p: float, dropout_seed: Tensor | None, deterministic: bool,
+    max_seqlen_q: int | Tensor | None, max_seqlen_k: int | Tensor | None, backend: str | None,
+    softmax_scale: float | None, causal: bool, window: Window, softcap: float, alibi_slopes: Tensor | None, bias: Any,
+    mask: Any, sink: Tensor | None, seqused_q: Tensor | None, seqused_k: Tensor | None, dropout_p: float,
+    dropout_seed: Tensor | None, deterministic: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     window = check_window(window)
     bias_is_function, mask_is_function = isinstance(bias, Bias), isinstance(mask, Mask)

@@ -71,16 +71,19 @@ class AttentionProblem:
     max_seqlen_k: int | None
     fp32_precision: str  # "ieee" or "tf32", for fp32 inputs on tensor cores
     plain: bool = field(default=False, init=False, repr=False, compare=False)  # q, k and v are the only tensors
+    trivial: bool = field(default=False, init=False, repr=False, compare=False)  # no row has a logit: out is 0 or empty
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        names = self.__dataclass_fields__.keys() - {"plain", "_hash"}
+        names = self.__dataclass_fields__.keys() - {"plain", "trivial", "_hash"}
         object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in sorted(names))))
         options = (
             self.varlen, self.seqused_q, self.seqused_k, self.sink, self.dropout_threshold > 0,
             self.alibi_batched is not None, self.bias or self.bias_fn, self.mask or self.mask_fn,
         )  # fmt: skip
         object.__setattr__(self, "plain", not any(options))
+        empty = self.batch == 0 or self.seqlen_q == 0 or self.num_heads == 0
+        object.__setattr__(self, "trivial", empty or (self.seqlen_k == 0 and not self.sink))
 
     def __hash__(self) -> int:
         return self._hash
@@ -98,11 +101,6 @@ class AttentionProblem:
     def keep_scale(self) -> float:
         """1 / P(keep), from the probability that the threshold realises."""
         return DROPOUT_LEVELS / (DROPOUT_LEVELS - self.dropout_threshold)
-
-    @property
-    def empty(self) -> bool:
-        """No output at all."""
-        return self.batch == 0 or self.seqlen_q == 0 or self.num_heads == 0
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
@@ -127,7 +125,6 @@ def describe(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | Tensor | None = None,
     max_seqlen_k: int | Tensor | None = None,
-    *,
     softmax_scale: float | None = None,
     causal: bool = False,
     window: Window = (None, None),
@@ -150,20 +147,25 @@ def describe(
     if type(deterministic) is not bool:
         raise TypeError(f"deterministic must be a bool, got {type(deterministic).__name__}")
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    left, right = window if type(window) is tuple and len(window) == 2 else (window, window)
-    key = (
-        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        softmax_scale, causal, left, right, softcap, dropout_p, deterministic,
-        # True == 1 == 1.0: what validation tells apart must not look alike here.
-        type(softmax_scale), type(causal), type(left), type(right), type(softcap), type(dropout_p),
-        None if cu_seqlens_q is None else _facts(cu_seqlens_q), None if cu_seqlens_k is None else _facts(cu_seqlens_k),
-        None if max_seqlen_q is None or isinstance(max_seqlen_q, Tensor) else (max_seqlen_q, type(max_seqlen_q)),
-        None if max_seqlen_k is None or isinstance(max_seqlen_k, Tensor) else (max_seqlen_k, type(max_seqlen_k)),
-        None if alibi_slopes is None else _facts(alibi_slopes), None if bias is None else _facts(bias),
-        None if mask is None else _facts(mask), None if sink is None else _facts(sink),
-        None if seqused_q is None else _facts(seqused_q), None if seqused_k is None else _facts(seqused_k),
-        None if dropout_seed is None else _facts(dropout_seed), _fp32_precision() if q.dtype is torch.float32 else "",
+    dtype = q.dtype
+    # True == 1 == 1.0: what validation tells apart must not look alike here.
+    key: Any = (
+        q.shape, k.shape, v.shape, dtype, k.dtype, v.dtype, q.device, k.device, v.device, deterministic,
+        softmax_scale, type(softmax_scale), causal, type(causal), softcap, type(softcap),
+        None if type(window) is tuple and window == (None, None) else _facts(window),
+        _fp32_precision() if dtype is torch.float32 else None,
     )  # fmt: skip
+    if not (
+        cu_seqlens_q is None and cu_seqlens_k is None and max_seqlen_q is None and max_seqlen_k is None
+        and alibi_slopes is None and bias is None and mask is None and sink is None and seqused_q is None
+        and seqused_k is None and dropout_seed is None and type(dropout_p) is float and dropout_p == 0
+    ):  # fmt: skip
+        rest = (
+            cu_seqlens_q, cu_seqlens_k, alibi_slopes, bias, mask, sink, seqused_q, seqused_k, dropout_seed, dropout_p,
+            None if isinstance(max_seqlen_q, Tensor) else max_seqlen_q,  # a tensor's shape says nothing either
+            None if isinstance(max_seqlen_k, Tensor) else max_seqlen_k,
+        )  # fmt: skip
+        key = (key, *map(_facts, rest))
     try:
         problem = _PROBLEMS.get(key)
     except TypeError:  # something unhashable where a number belongs: let validation name it
@@ -175,8 +177,7 @@ def describe(
         )  # fmt: skip
         if len(_PROBLEMS) >= _PROBLEMS_LIMIT:
             _PROBLEMS.clear()
-        if type(window) is tuple:
-            problem = _PROBLEMS.setdefault(key, problem)
+        problem = _PROBLEMS.setdefault(key, problem)
 
     if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
         q, k, v = _unit_stride(q, "q"), _unit_stride(k, "k"), _unit_stride(v, "v")
@@ -200,11 +201,14 @@ def describe(
 
 
 def _facts(x: Any) -> Any:
+    """What validation looks at."""
     if isinstance(x, Tensor):
         return x.shape, x.dtype, x.device
     if isinstance(x, Mask | Bias):
         return x.fn, tuple((axis, t.shape, t.device) for axis, t in x.aux)
-    return type(x)
+    if isinstance(x, tuple | list):
+        return tuple(map(_facts, x))
+    return x, type(x)
 
 
 def _fp32_precision() -> str:

@@ -38,7 +38,8 @@ def test_state_in_memory_takes_up_where_an_earlier_launch_stopped(device):
     row_l, row_m = torch.zeros(2, 3, 150, device=device), torch.full((2, 3, 150), -math.inf, device=device)
     for part, seen in ((slice(0, 170), 170), (slice(170, 400), 400)):
         problem, inputs = describe(q, k[:, part], v[:, part])
-        tensors = (*inputs[:3], o, row_l, row_m)
+        names = ("q", "k", "v", "o", "row_l", "row_m")
+        tensors = dict(zip(names, (*inputs[:3], o, row_l, row_m), strict=True))
         tile, _ = fa1.tiles(problem, target_of(device))
 
         def build(problem=problem, tensors=tensors, tile=tile):

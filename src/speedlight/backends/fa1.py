@@ -43,7 +43,7 @@ from ..target import Target, target_of
 from .contract import Grads, Inputs, Needs
 from .fa2.common import LOG2_E, UNLIMITED, load_tile, query_range, seeing_rows, store_tile, visible
 from .fa2.tiles import Tile, block_dim, family
-from .layout import strides, unit_of, vectorised
+from .layout import Tensors, dlse_strides, pick, strides, unit_of, vectorised
 
 _MAX_HEAD_DIM = 128
 _GRID_LIMIT = 2**31 - 1
@@ -252,7 +252,7 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     o = q.new_zeros((*shape, problem.head_dim_v), dtype=torch.float32)
     row_l = q.new_zeros(shape, dtype=torch.float32)
     row_m = q.new_full(shape, float("-inf"), dtype=torch.float32)
-    tensors = (q, k, v, o, row_l, row_m)
+    tensors = {"q": q, "k": k, "v": v, "o": o, "row_l": row_l, "row_m": row_m}
 
     def build() -> Launch:
         tile, _ = tiles(problem, target_of(device), vectorised(problem, (q, k, v)))
@@ -268,17 +268,18 @@ def backward(
 ) -> Grads:  # fmt: skip
     q, k, v = inputs[:3]
     device = problem.device
-    do = torch.zeros_like(out) if dout is None else dout
+    dout = torch.zeros_like(out) if dout is None else dout
     dq = q.new_zeros((*problem.lse_shape, problem.head_dim), dtype=torch.float32) if needs.q else None
     dk = k.new_empty(k.shape) if needs.k else None
     dv = v.new_empty(v.shape) if needs.v else None
-    tensors = (q, k, v, out, do, lse, dlse, dq, dk, dv)
+    given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv}
+    tensors = {name: t for name, t in given.items() if t is not None}
 
     def build() -> Launch:
-        _, tile = tiles(problem, target_of(device), vectorised(problem, (q, k, v, do)))
+        _, tile = tiles(problem, target_of(device), vectorised(problem, (q, k, v, dout)))
         return backward_launch(problem, tensors, tile)
 
-    layout = tuple(None if t is None else t.stride() for t in (q, k, v, do, dlse))
+    layout = tuple(None if t is None else t.stride() for t in (q, k, v, dout, dlse))
     launch.run(("fa1.backward", problem, needs[:3], layout), device, tensors, build)
     return Grads(None if dq is None else _rows_first(dq, q.dtype), dk, dv)
 
@@ -292,28 +293,26 @@ def _rows_first(x: Tensor, dtype: torch.dtype) -> Tensor:
 # Launch records. Tensors may be on the meta device: nothing here reads a value.
 
 
-def forward_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], tile: Tile) -> Launch:
-    q, k, v = tensors[:3]
-    return _record(_attn_fwd_kernel, problem.num_heads, problem, tensors, tile, dict(q=q, k=k, v=v))
+def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: Tile) -> Launch:
+    return _record(_attn_fwd_kernel, problem.num_heads, problem, tensors, tile, pick(tensors, "q", "k", "v"), {})
 
 
-def backward_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], tile: Tile) -> Launch:
-    q, k, v, _, do, _, dlse = tensors[:7]
-    names = ("stride_dlb", "stride_dlh", "stride_dlm")
-    more = dict(zip(names, (0, 0, 0) if dlse is None else dlse.stride(), strict=True))
-    return _record(_attn_bwd_kernel, problem.num_heads_kv, problem, tensors, tile, dict(q=q, k=k, v=v, do=do), more)
+def backward_launch(problem: AttentionProblem, tensors: Tensors, tile: Tile) -> Launch:
+    strided = pick(tensors, "q", "k", "v", "dout")
+    more = dlse_strides(problem, tensors)
+    return _record(_attn_bwd_kernel, problem.num_heads_kv, problem, tensors, tile, strided, more)
 
 
 def _record(
-    kernel: Any, heads: int, problem: AttentionProblem, tensors: tuple[Tensor | None, ...], tile: Tile,
-    strided: dict[str, Tensor], more: dict[str, int] | None = None,
+    kernel: Any, heads: int, problem: AttentionProblem, tensors: Tensors, tile: Tile, strided: Tensors,
+    more: dict[str, int],
 ) -> Launch:  # fmt: skip
-    unit = unit_of(problem, tuple(strided.values()))
+    unit = unit_of(problem, strided.values())
     # Offsets within a tile are 32-bit unless some row stride is so long that a tile spans 2^31 elements.
     longest = max(problem.num_heads * _MAX_HEAD_DIM, *(t.stride(1) for t in strided.values()))
     args = {
-        **strides(problem, unit, **strided),
-        **(more or {}),
+        **strides(problem, unit, strided),
+        **more,
         "num_heads": problem.num_heads,
         "seqlen_q": problem.seqlen_q,
         "seqlen_k": problem.seqlen_k,

@@ -12,7 +12,7 @@ from ...launch import Launch
 from ...problem import AttentionProblem
 from ...target import Target, target_of
 from ..contract import Grads, Inputs, Needs
-from ..layout import strides, unit_of, vectorised
+from ..layout import Tensors, dlse_strides, pick, strides, unit_of, vectorised
 from .backward import _attn_bwd_delta_kernel, _attn_bwd_dkdv_kernel, _attn_bwd_dq_kernel
 from .forward import _attn_fwd_kernel
 from .tiles import Tile, backward_tile, block_dim, forward_tile
@@ -22,6 +22,7 @@ _DELTA_ROWS = 64
 # K and V of the heads in flight should stay in the L2 cache; a conservative share of what current GPUs have.
 _L2_BYTES = 16 * 2**20
 _GRID_LIMIT = 2**31 - 1
+_WITH_HEAD_DIM = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 
 
 def supports(problem: AttentionProblem, target: Target) -> str | None:
@@ -60,7 +61,9 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     q, k, v = inputs[:3]
     out = _new(q) if problem.head_dim_v == problem.head_dim else q.new_empty((*q.shape[:-1], problem.head_dim_v))
     lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
-    tensors = (q, k, v, out, lse, *inputs[3:7])
+    tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    if not problem.plain:
+        _add_lengths(tensors, inputs)
     device = problem.device
 
     def build() -> Launch:
@@ -76,18 +79,6 @@ def _new(like: Tensor) -> Tensor:
     return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
-# All tensors of a backward pass, and what each kernel takes of them.
-_BACKWARD = ("q", "k", "v", "dout", "out", "lse", "dlse", "delta", "dq", "dk", "dv", "cu_q", "cu_k", "used_q", "used_k")
-_DELTA, _DKDV, _DQ = (
-    tuple(_BACKWARD.index(name) for name in names.split())
-    for names in (
-        "out dout lse dlse delta",
-        "q k v dout lse delta dk dv cu_q cu_k used_q used_k",
-        "q k v dout lse delta dq cu_q cu_k used_q used_k",
-    )
-)
-
-
 def backward(
     problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None,
     needs: Needs,
@@ -95,20 +86,31 @@ def backward(
     q, k, v = inputs[:3]
     if dout is None:
         dout = torch.zeros_like(out)
-    dq, dk, dv = _new(q) if needs.q else None, _new(k) if needs.k else None, _new(v) if needs.v else None
-    delta = torch.empty_like(lse) if needs.q or needs.k else None
-    tensors = (q, k, v, dout, out, lse, dlse, delta, dq, dk, dv, *inputs[3:7])
+    dq = dk = dv = None
+    tensors = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
+    if needs.q:
+        tensors["dq"] = dq = _new(q)
+    if needs.k:
+        tensors["dk"] = dk = _new(k)
+    if needs.v:
+        tensors["dv"] = dv = _new(v)
+    if needs.q or needs.k:
+        tensors["delta"] = torch.empty_like(lse)
+    if dlse is not None:
+        tensors["dlse"] = dlse
+    if not problem.plain:
+        _add_lengths(tensors, inputs)
     device = problem.device
 
     def build() -> list[Launch]:
         tile = backward_tile(problem, target_of(device), vectorised(problem, (q, k, v, dout)))
         launches = []
-        if delta is not None:
-            launches.append(delta_launch(problem, _chosen(tensors, _DELTA)))
-        if needs.k or needs.v:
-            launches.append(dkdv_launch(problem, _chosen(tensors, _DKDV), tile.dkdv))
         if needs.q:
-            launches.append(dq_launch(problem, _chosen(tensors, _DQ), tile.dq))
+            launches.append(dq_launch(problem, tensors, tile.dq))
+        elif needs.k:
+            launches.append(delta_launch(problem, tensors))
+        if needs.k or needs.v:
+            launches.append(dkdv_launch(problem, tensors, tile.dkdv))
         return launches
 
     key = (
@@ -119,38 +121,38 @@ def backward(
     return Grads(dq, dk, dv)
 
 
-def _chosen(tensors: tuple[Tensor | None, ...], indices: tuple[int, ...]) -> tuple[Tensor | None, ...]:
-    return tuple(tensors[n] for n in indices)
+def _add_lengths(tensors: Tensors, inputs: Inputs) -> None:
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"):
+        t = getattr(inputs, name)
+        if t is not None:
+            tensors[name] = t
 
 
 # Launch records. Tensors may be on the meta device: nothing here reads a value.
 
 
-def forward_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], tile: Tile) -> Launch:
-    q, k, v = tensors[:3]
-    unit = unit_of(problem, (q, k, v))
+def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: Tile) -> Launch:
+    read = pick(tensors, "q", "k", "v")
+    unit = unit_of(problem, read.values())
     kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     args = {
-        **strides(problem, unit, q=q, k=k, v=v),
+        **strides(problem, unit, read),
         **_sizes(problem),
         "group_size": problem.group_size,
         "heads_together": max(1, min(_L2_BYTES // max(kv_bytes, 1), problem.batch * problem.num_heads)),
         "SCALE_FIRST": problem.softcap > 0 or problem.softmax_scale <= 0,
         "TAIL": _ragged(problem, problem.seqlen_k, tile.block_n),
-        **_tile_args(problem, tile, tensors[:4], unit),
+        **_tile_args(problem, tile, tensors, unit),
     }
     grid = _tiles(problem, problem.seqlen_q, tile.block_m) * problem.num_heads
-    return _record(_attn_fwd_kernel, grid, tensors, args, tile, None)
+    return _record(_attn_fwd_kernel, grid, tensors, args, tile)
 
 
-def delta_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...]) -> Launch:
-    dout, dlse = tensors[1], tensors[3]
+def delta_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
     num_rows = problem.seqlen_q if problem.varlen else problem.batch * problem.seqlen_q
-    names = ("stride_dlb", "stride_dlh", "stride_dlm")
-    dlse_strides = (0, 0, 0) if dlse is None else ((0, *dlse.stride()) if problem.varlen else dlse.stride())
     args = {
-        **strides(problem, 1, do=dout),
-        **dict(zip(names, dlse_strides, strict=True)),
+        **strides(problem, 1, pick(tensors, "dout")),
+        **dlse_strides(problem, tensors),
         "num_heads": problem.num_heads,
         "seqlen_q": problem.seqlen_q,
         "num_rows": num_rows,
@@ -159,38 +161,39 @@ def delta_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...]) 
         "BLOCK_DV": block_dim(problem.head_dim_v),
     }
     grid = -(-num_rows // _DELTA_ROWS) * problem.num_heads
-    return Launch(_attn_bwd_delta_kernel, _grid(grid), tensors, args, num_warps=4, num_stages=1, take=_DELTA)
+    return Launch(_attn_bwd_delta_kernel, _grid(grid), tensors, args, num_warps=4, num_stages=1)
 
 
-def dkdv_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], tile: Tile) -> Launch:
-    q, k, v, dout = tensors[:4]
-    unit = unit_of(problem, (q, k, v, dout))
+def dkdv_launch(problem: AttentionProblem, tensors: Tensors, tile: Tile) -> Launch:
+    read = pick(tensors, "q", "k", "v", "dout")
+    unit = unit_of(problem, read.values())
     args = {
-        **strides(problem, unit, q=q, k=k, v=v, do=dout),
+        **strides(problem, unit, read),
         **_sizes(problem),
         # A compile-time count: with one query head per K/V head the loop over the group vanishes, and its registers.
         "GROUP_SIZE": problem.group_size,
-        "NEED_DK": tensors[6] is not None,
-        "NEED_DV": tensors[7] is not None,
+        "NEED_DK": "dk" in tensors,
+        "NEED_DV": "dv" in tensors,
         "TAIL": _ragged(problem, problem.seqlen_q, tile.block_m),
-        **_tile_args(problem, tile, tensors[:8], unit),
+        **_tile_args(problem, tile, tensors, unit),
     }
     grid = _tiles(problem, problem.seqlen_k, tile.block_n) * problem.num_heads_kv
-    return _record(_attn_bwd_dkdv_kernel, grid, tensors, args, tile, _DKDV)
+    return _record(_attn_bwd_dkdv_kernel, grid, tensors, args, tile)
 
 
-def dq_launch(problem: AttentionProblem, tensors: tuple[Tensor | None, ...], tile: Tile) -> Launch:
-    q, k, v, dout = tensors[:4]
-    unit = unit_of(problem, (q, k, v, dout))
+def dq_launch(problem: AttentionProblem, tensors: Tensors, tile: Tile) -> Launch:
+    read = pick(tensors, "q", "k", "v", "dout")
+    unit = unit_of(problem, read.values())
     args = {
-        **strides(problem, unit, q=q, k=k, v=v, do=dout),
+        **strides(problem, unit, read),
+        **dlse_strides(problem, tensors),
         **_sizes(problem),
         "group_size": problem.group_size,
         "TAIL": _ragged(problem, problem.seqlen_k, tile.block_n),
-        **_tile_args(problem, tile, tensors[:7], unit),
+        **_tile_args(problem, tile, tensors, unit),
     }
     grid = _tiles(problem, problem.seqlen_q, tile.block_m) * problem.num_heads
-    return _record(_attn_bwd_dq_kernel, grid, tensors, args, tile, _DQ)
+    return _record(_attn_bwd_dq_kernel, grid, tensors, args, tile)
 
 
 def _sizes(problem: AttentionProblem) -> dict[str, Any]:
@@ -206,9 +209,9 @@ def _sizes(problem: AttentionProblem) -> dict[str, Any]:
     }
 
 
-def _tile_args(problem: AttentionProblem, tile: Tile, tensors: tuple[Tensor | None, ...], unit: int) -> dict[str, Any]:
+def _tile_args(problem: AttentionProblem, tile: Tile, tensors: Tensors, unit: int) -> dict[str, Any]:
     # Offsets within a tile are 32-bit unless some row stride is so long that a tile spans 2^31 elements.
-    longest = max(t.stride(-3) for t in tensors if t is not None and t.dim() >= 3)
+    longest = max(t.stride(-3) for name, t in tensors.items() if name in _WITH_HEAD_DIM)
     return {
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
@@ -235,11 +238,9 @@ def _tiles(problem: AttentionProblem, rows: int, block: int) -> int:
     return rows // block + problem.batch + 1 if problem.varlen else -(-rows // block) * problem.batch
 
 
-def _record(
-    kernel: Any, grid: int, tensors: tuple[Tensor | None, ...], args: dict[str, Any], tile: Tile,
-    take: tuple[int, ...] | None,
-) -> Launch:  # fmt: skip
-    return Launch(kernel, _grid(grid), tensors, args, tile.num_warps, tile.num_stages, take=take)
+def _record(kernel: Any, grid: int, tensors: Tensors, args: dict[str, Any], tile: Tile) -> Launch:
+    options = {} if tile.max_registers is None else {"maxnreg": tile.max_registers}
+    return Launch(kernel, _grid(grid), tensors, args, tile.num_warps, tile.num_stages, options)
 
 
 def _grid(programs: int) -> tuple[int]:

@@ -1,11 +1,13 @@
-"""FlashAttention-2 backward, in three kernels without atomics: every result has one writer, so runs repeat bitwise.
+"""FlashAttention-2 backward, in two kernels without atomics: every result has one writer, so runs repeat bitwise.
 
 From S recomputed as in the forward and P = exp(S - lse), with g = dL/dlse:
 
-    delta = rowsum(out * dout) - g                 (kernel 1; folding g in here gives the gradient through lse)
+    delta = rowsum(out * dout) - g                 (folding g in here gives the gradient through lse)
     dP = dO V^T          dS = P * (dP - delta)
+    dQ = scale * dS K                              (kernel 1, per block of rows, which also stores delta)
     dV = P^T dO          dK = scale * dS^T Q       (kernel 2, per key block, summed over the query heads of its group)
-    dQ = scale * dS K                              (kernel 3, per block of rows)
+
+Where dQ is not asked for, delta has a kernel of its own.
 
 With softcap dS carries the factor 1 - tanh^2. Recomputing S and dP in both passes costs 7 products instead of 5, and
 saves the fp32 accumulator for dQ and its atomic adds.
@@ -63,9 +65,8 @@ def _attn_bwd_delta_kernel(
     )  # fmt: skip
     delta_i = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), 1)
     if dlse is not None:
-        delta_i -= tl.load(
-            dlse + b * stride_dlb + tl.cast(h, tl.int64) * stride_dlh + m * stride_dlm, mask=inside, other=0.0
-        )
+        dlse += tl.cast(h, tl.int64) * stride_dlh
+        delta_i -= tl.load(dlse + b * stride_dlb + m * stride_dlm, mask=inside, other=0.0)
     place = (b * num_heads + h) * seqlen_q + m
     lse_i = tl.load(lse + place, mask=inside, other=0.0)
     # Rows that see nothing have gradient 0, whatever their dout holds.
@@ -220,9 +221,9 @@ def _accumulate_dq(dq, q_i, do_i, lse_i, delta_i, k, v, stride_kn, stride_vn, st
 
 @triton.jit(do_not_specialize=SIZES)
 def _attn_bwd_dq_kernel(
-    q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+    q, k, v, dout, out, lse, dlse, delta, dq, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
     stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
-    stride_dob, stride_dom, stride_doh,
+    stride_dob, stride_dom, stride_doh, stride_dlb, stride_dlh, stride_dlm,
     batch, num_heads, group_size, seqlen_q, seqlen_k, window_left, window_right, softmax_scale, softcap,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr,
@@ -263,10 +264,20 @@ def _attn_bwd_dq_kernel(
     offs_m = start_m + tl.arange(0, BLOCK_M)
     seen_lo, _ = seen_keys(used_q, used_k, left, right)
     seeing_lo, seeing_hi = seeing_rows(used_q, used_k, left, right)
-    q_i = load_tile(q, start_m, stride_qm, seeing_lo, seeing_hi, HEAD_DIM, BLOCK_M, BLOCK_D, UNIT, WIDE, True)
     do_i = load_tile(dout, start_m, stride_dom, seeing_lo, seeing_hi, HEAD_DIM_V, BLOCK_M, BLOCK_DV, UNIT, WIDE, True)
-    lse_i = tl.load(lse + first_lse + offs_m, mask=offs_m < used_q, other=0.0) * LOG2_E
-    delta_i = tl.load(delta + first_lse + offs_m, mask=offs_m < used_q, other=0.0)
+    row0 = tl.cast(batch_row, tl.int64) * seqlen_q + q_start
+    out += (row0 * num_heads + h) * HEAD_DIM_V
+    stride_om = num_heads * HEAD_DIM_V
+    o_i = load_tile(out, start_m, stride_om, seeing_lo, seeing_hi, HEAD_DIM_V, BLOCK_M, BLOCK_DV, 1, WIDE, True)
+    delta_i = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), 1)
+    if dlse is not None:
+        dlse += tl.cast(batch_row, tl.int64) * stride_dlb + tl.cast(h, tl.int64) * stride_dlh
+        delta_i -= tl.load(dlse + (q_start + offs_m).to(tl.int64) * stride_dlm, mask=offs_m < used_q, other=0.0)
+    lse_i = tl.load(lse + first_lse + offs_m, mask=offs_m < used_q, other=0.0)
+    delta_i = tl.where(lse_i == float("-inf"), 0.0, delta_i)
+    tl.store(delta + first_lse + offs_m, delta_i, mask=offs_m < used_q)
+    lse_i = lse_i * LOG2_E
+    q_i = load_tile(q, start_m, stride_qm, seeing_lo, seeing_hi, HEAD_DIM, BLOCK_M, BLOCK_D, UNIT, WIDE, True)
     dq_i = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     scale = softmax_scale if SOFTCAP else softmax_scale * LOG2_E
 
@@ -287,7 +298,7 @@ def _attn_bwd_dq_kernel(
                     BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, WIDE, part != 1,
                 )  # fmt: skip
 
-    sees = ((offs_m >= seeing_lo) & (offs_m < seeing_hi))[:, None]
-    dq += (tl.cast(batch_row, tl.int64) * seqlen_q + q_start) * num_heads * HEAD_DIM + h * HEAD_DIM
-    dq_i = tl.where(sees, dq_i * softmax_scale, 0.0)
+    dq += (row0 * num_heads + h) * HEAD_DIM
+    sees = (offs_m >= seeing_lo) & (offs_m < seeing_hi)
+    dq_i = tl.where(sees[:, None], dq_i * softmax_scale, 0.0)
     store_tile(dq, start_m, num_heads * HEAD_DIM, q_rows, dq_i, HEAD_DIM, BLOCK_M, BLOCK_D, WIDE)

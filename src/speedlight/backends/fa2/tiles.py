@@ -17,12 +17,13 @@ from ...target import Target
 
 @dataclass(frozen=True)
 class Tile:
-    """block_m query rows by block_n keys."""
+    """block_m query rows by block_n keys. ``max_registers`` for each thread, on NVIDIA."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ FORWARD: dict[str, tuple[Row[Tile], ...]] = {
 }
 BACKWARD: dict[str, tuple[Row[BwdTile], ...]] = {
     "sm90": (
-        Row(64, BwdTile(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3))),
+        Row(64, BwdTile(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3, max_registers=168))),  # three programs fit an SM
         Row(
             128,
             BwdTile(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
