@@ -9,8 +9,10 @@ GPU without having one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import reduce
+from inspect import isfunction
 from operator import itemgetter, or_
 from typing import Any
 
@@ -27,10 +29,21 @@ _POINTER_TYPES = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Descriptor:
+    """How TMA sees a tensor: the tensor's name, sizes, strides in elements (the last is 1), and the block of a copy."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+
+
 @dataclass
 class Launch:
     """One launch. ``tensors`` holds the kernel's leading parameters by name, and may hold more; one it lacks is None.
-    ``args`` holds every other parameter by name, constexprs included."""
+    Those in ``descriptors`` go to the kernel as TMA descriptors (Gluon kernels only). ``args`` holds every other
+    parameter by name, constexprs included."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -39,6 +52,7 @@ class Launch:
     num_warps: int
     num_stages: int
     options: dict[str, Any] = field(default_factory=dict)
+    descriptors: dict[str, Descriptor] = field(default_factory=dict)
 
     def tensor_names(self) -> list[str]:
         names = self.kernel.arg_names
@@ -48,8 +62,16 @@ class Launch:
 
     def bound(self) -> list[Any]:
         """All arguments in the kernel's parameter order."""
-        leading = self.tensor_names()
-        return [*map(self.tensors.get, leading), *(self.args[name] for name in self.kernel.arg_names[len(leading) :])]
+        leading = self.leading()
+        return [*leading.values(), *(self.args[name] for name in self.kernel.arg_names[len(leading) :])]
+
+    def leading(self) -> dict[str, Any]:
+        """Tensor, descriptor or None for each leading parameter."""
+        values: dict[str, Any] = {}
+        for name in self.tensor_names():
+            d = self.descriptors.get(name)
+            values[name] = self.tensors.get(name) if d is None else _tensor_descriptor(self.tensors[d.tensor], d)
+        return values
 
     def meta(self) -> dict[str, Any]:
         # Fusing a*b+c is what the kernels are written for; Triton 3.10 turns it off unless asked.
@@ -59,23 +81,126 @@ class Launch:
 class Prepared:
     """A launch that has been compiled and loaded, to be repeated with the addresses of tensors of the same layout."""
 
-    __slots__ = ("args", "function", "grid", "metadata", "run", "take")
+    __slots__ = ("args", "fixed", "grid", "run", "take")
 
     def __init__(self, launch: Launch, compiled: Any, order: list[str]):
         """``order``: the names of the tensors whose addresses a repetition gets; after them comes a None."""
-        names = launch.tensor_names()
+        leading = launch.leading()
         self.grid = (*launch.grid, 1, 1)[:3]
-        self.args = tuple(launch.bound()[len(names) :])
-        self.take = itemgetter(*(order.index(name) if name in order else -1 for name in names))
-        self.run = compiled.run
-        self.function = compiled.function
-        self.metadata = compiled.packed_metadata
+        self.args = tuple(launch.bound()[len(leading) :])
+        self.run: Any = compiled.run
+        # Of Triton's launcher: the function, its metadata, and no launch metadata and hooks.
+        self.fixed: tuple[Any, ...] = (compiled.function, compiled.packed_metadata, None, None, None)
+        names = (launch.descriptors[name].tensor if name in launch.descriptors else name for name in leading)
+        indices = [order.index(name) if name in order else -1 for name in names]
+        self.take: Any = itemgetter(*indices)
+        if launch.descriptors:
+            encoders = _encoders(compiled, leading)
+            if encoders is None:
+                self.take = _Descriptors(leading, indices)
+            else:
+                run = compiled.run
+                self.run = _raw_launcher(compiled)
+                self.fixed = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, *self.fixed[1:])
+                self.take = _TensorMaps(encoders, indices)
 
     def __call__(self, stream: int, addresses: Sequence[int | None]) -> None:
         # Plain integers for pointers: given tensors, the launcher asks the driver about each of them.
-        self.run(
-            *self.grid, stream, self.function, self.metadata, None, None, None, *self.take(addresses), *self.args
-        )  # fmt: skip
+        self.run(*self.grid, stream, *self.fixed, *self.take(addresses), *self.args)
+
+
+# TMA descriptors. Triton encodes each anew in every launch; where its launcher is known well enough, encoded ones are
+# kept by address and handed to the part of it that takes them.
+
+_MAPS_LIMIT = 256
+
+
+def _tensor_descriptor(tensor: Tensor, d: Descriptor) -> Any:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    block = list(d.block)
+    layout = gl.NVMMASharedLayout.get_default_for(block, {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[tensor.dtype])
+    return TensorDescriptor(tensor, list(d.shape), list(d.strides), block, layout)
+
+
+def _raw_launcher(compiled: Any) -> Any:
+    """The launcher below the one that encodes descriptors (Triton 3.6), or None."""
+    inner = getattr(compiled.run, "launch", None)
+    closure = dict(zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True)) if isfunction(inner) else {}
+    scratch = compiled.run.global_scratch_size or compiled.run.profile_scratch_size
+    if not triton.__version__.startswith("3.6.") or "launcher" not in closure or scratch:
+        return None
+    return closure["launcher"].cell_contents
+
+
+def _encoders(compiled: Any, leading: dict[str, Any]) -> list[Callable[[int], tuple[Any, ...]] | None] | None:
+    """For each leading parameter that is a descriptor, the function from an address to what the raw launcher takes."""
+    metadata = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+    if _raw_launcher(compiled) is None:
+        return None
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    fill = triton.runtime.driver.active.utils.fill_tma_descriptor
+
+    def encoder(descriptor: Any, meta: Any) -> Callable[[int], tuple[Any, ...]]:
+        shape, strides = list(descriptor.shape), list(descriptor.strides)
+        kind = meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["block_size"]
+        return lambda address: (fill(address, *kind, shape, strides, 0), *shape, *strides)
+
+    return [encoder(value, next(metadata)) if hasattr(value, "block_shape") else None for value in leading.values()]
+
+
+class _TensorMaps:
+    """From addresses to a raw launcher's leading arguments."""
+
+    def __init__(self, encoders: list[Callable[[int], tuple[Any, ...]] | None], indices: list[int]):
+        self.slots: list[tuple[int, Any, dict[int, tuple[Any, ...]]]] = [
+            (index, encoder, {}) for index, encoder in zip(indices, encoders, strict=True)
+        ]
+
+    def __call__(self, addresses: Sequence[int | None]) -> list[Any]:
+        flat: list[Any] = []
+        for index, encoder, known in self.slots:
+            address = addresses[index]
+            if encoder is None:
+                flat.append(address)
+                continue
+            assert address is not None
+            arguments = known.get(address)
+            if arguments is None:
+                if len(known) >= _MAPS_LIMIT:
+                    known.clear()
+                arguments = known[address] = encoder(address)
+            flat += arguments
+        return flat
+
+
+class _Descriptors:
+    """From addresses to the leading arguments of Triton's own launcher, which encodes descriptors itself."""
+
+    def __init__(self, leading: dict[str, Any], indices: list[int]):
+        self.slots = [(index, value if hasattr(value, "block_shape") else None)
+                      for index, value in zip(indices, leading.values(), strict=True)]  # fmt: skip
+
+    def __call__(self, addresses: Sequence[int | None]) -> list[Any]:
+        flat: list[Any] = []
+        for index, descriptor in self.slots:
+            if descriptor is None:
+                flat.append(addresses[index])
+            else:
+                there = copy(descriptor)
+                there.base = _Address(addresses[index])
+                flat.append(there)
+        return flat
+
+
+class _Address:
+    def __init__(self, address: int | None):
+        self.address = address
+
+    def data_ptr(self) -> int | None:
+        return self.address
 
 
 _PLANS: dict[Any, list[Prepared]] = {}
@@ -114,8 +239,7 @@ def _build_and_launch(build: Callable[[], Launch | list[Launch]]) -> list[tuple[
     launches = build()
     launches = [launches] if isinstance(launches, Launch) else launches
     return [
-        (each, each.kernel[each.grid](*map(each.tensors.get, each.tensor_names()), **each.args, **each.meta()))
-        for each in launches
+        (each, each.kernel[each.grid](*each.leading().values(), **each.args, **each.meta())) for each in launches
     ]
 
 
@@ -124,6 +248,8 @@ def lower(launch: Launch, target: Target) -> Any:
     aligned. Returns Triton's compiled kernel (``.asm``, ``.metadata``)."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.runtime.jit import mangle_type
 
     signature: dict[str, str] = {}
     constexprs: dict[tuple[int, ...], Any] = {}
@@ -132,6 +258,8 @@ def lower(launch: Launch, target: Target) -> Any:
         name, where, free = parameter.name, (parameter.num,), parameter.do_not_specialize
         if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and not free):
             signature[name], constexprs[where] = "constexpr", value
+        elif hasattr(value, "block_shape"):
+            signature[name] = mangle_type(value)
         elif isinstance(value, Tensor):
             signature[name] = _POINTER_TYPES[value.dtype]
             attributes[where] = [["tt.divisibility", 16]]
@@ -141,6 +269,7 @@ def lower(launch: Launch, target: Target) -> Any:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             if value % 16 == 0 and not free:
                 attributes[where] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constexprs, attrs=attributes)
+    kind = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    source = kind(fn=launch.kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     gpu = GPUTarget(target.kind, target.arch, 64 if str(target.arch).startswith("gfx9") else 32)
     return triton.compile(source, target=gpu, options=launch.meta())

@@ -11,9 +11,9 @@ from .errors import UnsupportedError
 from .problem import AttentionProblem
 from .target import Target, target_of, triton_problem
 
-BACKENDS = ("cpu", "fa1", "fa2")
+BACKENDS = ("cpu", "fa1", "fa2", "fa3")
 # Tried in this order when the caller asks for none. `fa1` is for study and runs only when asked for.
-AUTOMATIC = ("fa2", "cpu")
+AUTOMATIC = ("fa3", "fa2", "cpu")
 
 
 @dataclass(frozen=True)

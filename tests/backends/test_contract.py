@@ -30,7 +30,8 @@ from speedlight.testing import (
 )
 
 _TRITON = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
-BACKENDS = ("cpu", "fa1", "fa2") if _TRITON else ("cpu",)
+_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+BACKENDS = ("cpu", *(("fa1", "fa2") if _TRITON else ()), *(("fa3",) if _HOPPER else ()))
 
 
 # What `fa2` leaves to `cpu`.
@@ -43,7 +44,9 @@ def _may_refuse(backend: str, case: Case) -> bool:
     largest = max(case.head_dim, case.head_dim_v or 0)
     if backend == "fa1":
         return largest > 128 or not case.features <= _FA1
-    return backend == "fa2" and (largest > 256 or bool(case.features & _NOT_FA2))
+    if backend == "fa3" and "float32" in case.features:
+        return True
+    return backend in ("fa2", "fa3") and (largest > 256 or bool(case.features & _NOT_FA2))
 
 
 def _check(backend: str, case: Case, device: torch.device, seed: int = 0) -> None:

@@ -59,11 +59,11 @@ def describe_tile(problem: AttentionProblem, target: Target) -> str:
 
 def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     q, k, v = inputs[:3]
-    out = _new(q) if problem.head_dim_v == problem.head_dim else q.new_empty((*q.shape[:-1], problem.head_dim_v))
+    out = new(q) if problem.head_dim_v == problem.head_dim else q.new_empty((*q.shape[:-1], problem.head_dim_v))
     lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
     if not problem.plain:
-        _add_lengths(tensors, inputs)
+        add_lengths(tensors, inputs)
     device = problem.device
 
     def build() -> Launch:
@@ -74,7 +74,7 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _new(like: Tensor) -> Tensor:
+def new(like: Tensor) -> Tensor:
     """Uninitialised and contiguous; in half the host time of new_empty."""
     return torch.empty_like(like, memory_format=torch.contiguous_format)
 
@@ -89,17 +89,17 @@ def backward(
     dq = dk = dv = None
     tensors = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
     if needs.q:
-        tensors["dq"] = dq = _new(q)
+        tensors["dq"] = dq = new(q)
     if needs.k:
-        tensors["dk"] = dk = _new(k)
+        tensors["dk"] = dk = new(k)
     if needs.v:
-        tensors["dv"] = dv = _new(v)
+        tensors["dv"] = dv = new(v)
     if needs.q or needs.k:
         tensors["delta"] = torch.empty_like(lse)
     if dlse is not None:
         tensors["dlse"] = dlse
     if not problem.plain:
-        _add_lengths(tensors, inputs)
+        add_lengths(tensors, inputs)
     device = problem.device
 
     def build() -> list[Launch]:
@@ -121,7 +121,7 @@ def backward(
     return Grads(dq, dk, dv)
 
 
-def _add_lengths(tensors: Tensors, inputs: Inputs) -> None:
+def add_lengths(tensors: Tensors, inputs: Inputs) -> None:
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"):
         t = getattr(inputs, name)
         if t is not None:

@@ -1,0 +1,157 @@
+"""The `fa3` backend: FlashAttention-3 in Gluon, for Hopper."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import launch
+from ...launch import Descriptor, Launch
+from ...problem import AttentionProblem
+from ...target import Target
+from .. import fa2
+from ..contract import Grads, Inputs, Needs
+from ..fa2.tiles import block_dim
+from ..layout import Tensors
+from .forward import _attn_fwd_kernel
+from .tiles import FwdTile, forward_tile
+
+_L2_BYTES = 32 * 2**20  # of K and V that heads handled at once may take
+
+
+def supports(problem: AttentionProblem, target: Target) -> str | None:
+    if target.kind != "cuda" or target.arch != 90:
+        return f"it is written for Hopper (sm_90), and this is {target}"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 and bfloat16 inputs, got {problem.dtype}"
+    return fa2.supports(problem, target)
+
+
+def describe_tile(problem: AttentionProblem, target: Target) -> str:
+    tile = _tile(problem)
+    return f"forward {tile} where TMA can address q, k and v, else as fa2; backward by fa2, {fa2.describe_tile(problem, target)}"
+
+
+def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    q, k, v = inputs[:3]
+    if problem.head_dim_v % 8 or not (_addressable(q) and _addressable(k) and _addressable(v)):
+        return fa2.forward(problem, inputs)
+    device = problem.device
+    out = fa2.new(q) if problem.head_dim_v == problem.head_dim else q.new_empty((*q.shape[:-1], problem.head_dim_v))
+    lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
+    tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "counter": _counter(device)}
+    if not problem.plain:
+        fa2.add_lengths(tensors, inputs)
+
+    def build() -> Launch:
+        return forward_launch(problem, tensors, _tile(problem), _num_sms(device))
+
+    launch.run(("fa3.forward", problem, q.stride(), k.stride(), v.stride()), device, tensors, build)
+    return out, lse
+
+
+def backward(
+    problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None,
+    needs: Needs,
+) -> Grads:  # fmt: skip
+    return fa2.backward(problem, inputs, out, lse, dout, dlse, needs)
+
+
+def _addressable(t: Tensor) -> bool:
+    """Whether TMA can: an aligned start, and strides of whole 16 bytes that are neither 0 nor too long."""
+    limit = 1 << 39
+    return t.data_ptr() % 16 == 0 and all(
+        size == 1 or (stride % 8 == 0 and 0 < stride < limit)
+        for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)
+    )
+
+
+_COUNTERS: dict[tuple[int, int], Tensor] = {}
+
+
+def _counter(device: torch.device) -> Tensor:
+    """(next tile, programs that have ended), zero between launches. One for each stream, where launches follow each
+    other, and one of its own for each launch that is captured in a graph, which may run anywhere."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    assert device.index is not None
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    counter = _COUNTERS.get(key)
+    if counter is None:
+        counter = _COUNTERS[key] = torch.zeros(2, dtype=torch.int32, device=device)
+    return counter
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _tile(problem: AttentionProblem) -> FwdTile:
+    return forward_tile(block_dim(problem.head_dim), block_dim(problem.head_dim_v))
+
+
+def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: FwdTile, num_sms: int) -> Launch:
+    block_d, block_dv = block_dim(problem.head_dim), block_dim(problem.head_dim_v)
+    blocks_q, blocks_kv = (1, 64, 1, block_d), (1, tile.block_n, 1, block_d)
+    num_m = -(-problem.seqlen_q // tile.block_m)
+    rows = problem.seqlen_q // tile.block_m + problem.batch + 1 if problem.varlen else num_m * problem.batch
+    num_tiles = rows * problem.num_heads
+    causal_like = problem.window_left is not None or problem.window_right is not None
+    kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    together = max(1, min(_L2_BYTES // max(kv_bytes, 1), problem.batch * problem.num_heads))
+    neighbours = problem.varlen or problem.seqused_k
+    ragged = problem.varlen or problem.seqused_q or problem.seqused_k
+    aligned = not ragged and (problem.seqlen_k - problem.seqlen_q) % tile.block_n == 0
+    only_diagonal = problem.causal and aligned and tile.block_n % tile.block_m == 0
+    args: dict[str, Any] = {
+        "batch": problem.batch,
+        "num_heads": problem.num_heads,
+        "group_size": problem.group_size,
+        "seqlen_q": problem.seqlen_q,
+        "seqlen_k": problem.seqlen_k,
+        "num_tiles": num_tiles,
+        "heads_together": 1 << (together.bit_length() - 1) if causal_like else 1,
+        "window_left": problem.window_left or 0,
+        "window_right": problem.window_right or 0,
+        "softmax_scale": problem.softmax_scale,
+        "softcap": problem.softcap,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
+        "HAS_LEFT": problem.window_left is not None,
+        "HAS_RIGHT": problem.window_right is not None,
+        "MASK_FIRST": causal_like or neighbours or problem.seqlen_k % tile.block_n != 0,
+        "MASK_ALL": causal_like and not only_diagonal,
+        "SOFTCAP": problem.softcap > 0,
+        "SCALE_FIRST": problem.softmax_scale <= 0,
+        "NWG": tile.num_consumers,
+        "BLOCK_N": tile.block_n,
+        "NST": tile.num_stages,
+        "PINGPONG": tile.pingpong,
+        "SHARE_O": tile.share_o and block_d == block_dv,
+        "CONSUMER_REGISTERS": tile.registers[0],
+        "PRODUCER_REGISTERS": tile.registers[1],
+    }
+    descriptors = {
+        "q": _descriptor(problem, tensors, "q", blocks_q),
+        "k": _descriptor(problem, tensors, "k", blocks_kv),
+        "v": _descriptor(problem, tensors, "v", (*blocks_kv[:3], block_dv)),
+        "out_tiles": _descriptor(problem, tensors, "out", (*blocks_q[:3], block_dv)),
+    }
+    grid = (min(num_sms, num_tiles),)
+    return Launch(_attn_fwd_kernel, grid, tensors, args, num_warps=4, num_stages=1, descriptors=descriptors)
+
+
+def _descriptor(problem: AttentionProblem, tensors: Tensors, name: str, block: tuple[int, ...]) -> Descriptor:
+    """As (B, S, heads, dim); packed tensors are one batch entry."""
+    t = tensors[name]
+    shape, strides = tuple(t.shape), t.stride()
+    if problem.varlen:
+        shape, strides = (1, *shape), (0, *strides)
+    # The stride of an axis of size 1 means nothing to torch, but has to be a multiple of 16 bytes.
+    strides = tuple(8 if size == 1 else stride for size, stride in zip(shape[:-1], strides[:-1], strict=True))
+    return Descriptor(name, shape, (*strides, 1), block)
