@@ -63,7 +63,7 @@ def attention(
         deterministic: bitwise equal gradients over repeated runs.
         return_lse: return (out, lse), lse = log(sum exp(score) + exp(sink)), (B, H, Sq), float32 (float64 for float64
             inputs), differentiable.
-        backend: None chooses; "cpu", "fa1" or "fa2" uses that one or raises.
+        backend: None chooses; "cpu", "fa1", "fa2" or "fa3" uses that one or raises.
 
     Returns:
         out (B, Sq, H, Dv) in q's dtype, contiguous; with ``return_lse`` (out, lse).
@@ -72,7 +72,8 @@ def attention(
         ValueError, TypeError: an argument does not fit; the message names it.
         UnsupportedError: no backend, or not the requested one, serves this valid problem.
 
-    Source: Dao, "FlashAttention-2" (2023), section 3; Dao et al., "FlashAttention" (2022).
+    Source: Dao et al., "FlashAttention" (2022); Dao, "FlashAttention-2" (2023), section 3; Shah et al.,
+    "FlashAttention-3" (2024).
     """
     q, k, v = _autocast(q, k, v)
     if dropout_p and dropout_seed is None:

@@ -101,7 +101,14 @@ class Prepared:
             else:
                 run = compiled.run
                 self.run = _raw_launcher(compiled)
-                self.fixed = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, *self.fixed[1:])
+                self.fixed = (
+                    compiled.function,
+                    run.launch_cooperative_grid,
+                    run.launch_pdl,
+                    None,
+                    None,
+                    *self.fixed[1:],
+                )
                 self.take = _TensorMaps(encoders, indices)
 
     def __call__(self, stream: int, addresses: Sequence[int | None]) -> None:
@@ -120,7 +127,9 @@ def _tensor_descriptor(tensor: Tensor, d: Descriptor) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     block = list(d.block)
-    layout = gl.NVMMASharedLayout.get_default_for(block, {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[tensor.dtype])
+    layout = gl.NVMMASharedLayout.get_default_for(
+        block, {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[tensor.dtype]
+    )
     return TensorDescriptor(tensor, list(d.shape), list(d.strides), block, layout)
 
 
@@ -238,9 +247,7 @@ def run(key: Any, device: torch.device, tensors: dict[str, Tensor], build: Calla
 def _build_and_launch(build: Callable[[], Launch | list[Launch]]) -> list[tuple[Launch, Any]]:
     launches = build()
     launches = [launches] if isinstance(launches, Launch) else launches
-    return [
-        (each, each.kernel[each.grid](*each.leading().values(), **each.args, **each.meta())) for each in launches
-    ]
+    return [(each, each.kernel[each.grid](*each.leading().values(), **each.args, **each.meta())) for each in launches]
 
 
 def lower(launch: Launch, target: Target) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from . import select
+from . import select, selfcheck
 from .backends.contract import Grads, Inputs, Needs
 from .modifiers import Bias, Mask, function_from_name, function_name
 from .problem import AttentionProblem, Window, check_window, describe
@@ -92,7 +92,10 @@ def run_forward(problem: AttentionProblem, backend: Any, inputs: Inputs) -> tupl
     if problem.trivial:
         out = inputs.q.new_zeros((*inputs.q.shape[:-1], problem.head_dim_v))
         return out, inputs.q.new_full(problem.lse_shape, float("-inf"), dtype=problem.lse_dtype)
-    return backend.forward(problem, inputs)
+    out, lse = backend.forward(problem, inputs)
+    if selfcheck.ENABLED:
+        selfcheck.check_forward(problem, backend, inputs, out, lse)
+    return out, lse
 
 
 def run_backward(
@@ -103,7 +106,10 @@ def run_backward(
         return Grads(*[torch.zeros_like(getattr(inputs, n)) if need else None for n, need in needs._asdict().items()])
     if dout is not None and dout.stride(-1) != 1:
         dout = dout.contiguous()  # an expanded gradient, as from out.sum()
-    return backend.backward(problem, inputs, out, lse, dout, dlse, needs)
+    grads = backend.backward(problem, inputs, out, lse, dout, dlse, needs)
+    if selfcheck.ENABLED:
+        selfcheck.check_backward(problem, backend, inputs, out, lse, dout, dlse, needs, grads)
+    return grads
 
 
 # Eager and functorch

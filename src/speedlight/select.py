@@ -65,6 +65,8 @@ def load(name: str, target: Target) -> tuple[ModuleType, str | None]:
     imported."""
     if name != "cpu" and target.kind == "torch":
         return ModuleType(name), _why_no_triton()
+    if name == "fa3" and target.kind == "interpreter":
+        return ModuleType(name), "Triton's interpreter does not run Gluon"
     return import_module(f".backends.{name}", __package__), None
 
 

@@ -18,6 +18,7 @@ from ..fa2.tiles import block_dim
 from ..layout import Tensors
 from .forward import _attn_fwd_kernel
 from .tiles import FwdTile, forward_tile
+from .versions import NAMED_BARRIERS, unverified
 
 _L2_BYTES = 32 * 2**20  # of K and V that heads handled at once may take
 
@@ -27,16 +28,19 @@ def supports(problem: AttentionProblem, target: Target) -> str | None:
         return f"it is written for Hopper (sm_90), and this is {target}"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"it takes float16 and bfloat16 inputs, got {problem.dtype}"
-    return fa2.supports(problem, target)
+    return fa2.supports(problem, target) or unverified()
 
 
 def describe_tile(problem: AttentionProblem, target: Target) -> str:
-    tile = _tile(problem)
-    return f"forward {tile} where TMA can address q, k and v, else as fa2; backward by fa2, {fa2.describe_tile(problem, target)}"
+    return (
+        f"forward {forward_tile(problem)} where TMA can address q, k and v, else as fa2; "
+        f"fa2: {fa2.describe_tile(problem, target)}"
+    )
 
 
 def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     q, k, v = inputs[:3]
+    # out, which is made here, has rows of head_dim_v.
     if problem.head_dim_v % 8 or not (_addressable(q) and _addressable(k) and _addressable(v)):
         return fa2.forward(problem, inputs)
     device = problem.device
@@ -47,7 +51,7 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         fa2.add_lengths(tensors, inputs)
 
     def build() -> Launch:
-        return forward_launch(problem, tensors, _tile(problem), _num_sms(device))
+        return forward_launch(problem, tensors, forward_tile(problem), _num_sms(device))
 
     launch.run(("fa3.forward", problem, q.stride(), k.stride(), v.stride()), device, tensors, build)
     return out, lse
@@ -57,6 +61,7 @@ def backward(
     problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None,
     needs: Needs,
 ) -> Grads:  # fmt: skip
+    """fa2's, for now."""
     return fa2.backward(problem, inputs, out, lse, dout, dlse, needs)
 
 
@@ -88,10 +93,6 @@ def _counter(device: torch.device) -> Tensor:
 @functools.cache
 def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _tile(problem: AttentionProblem) -> FwdTile:
-    return forward_tile(block_dim(problem.head_dim), block_dim(problem.head_dim_v))
 
 
 def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: FwdTile, num_sms: int) -> Launch:
@@ -133,6 +134,9 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: FwdTile, n
         "NST": tile.num_stages,
         "PINGPONG": tile.pingpong,
         "SHARE_O": tile.share_o and block_d == block_dv,
+        "NAMED": NAMED_BARRIERS,
+        "QREG": tile.q_in_registers,
+        "WEIGHTS_FIRST": tile.weights_first,
         "CONSUMER_REGISTERS": tile.registers[0],
         "PRODUCER_REGISTERS": tile.registers[1],
     }

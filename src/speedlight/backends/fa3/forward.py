@@ -20,7 +20,6 @@ NaN), and tiles that end past the sequence are stored row by row.
 Source: Shah et al., "FlashAttention-3" (2024), sections 3.1 and 3.2, algorithms 1 and 2.
 """
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -82,6 +81,7 @@ def _producer(
     q, k, v, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, facts, facts_full, facts_empty, counter,
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, batch, num_heads, group_size, seqlen_q, seqlen_k, num_tiles,
     heads_together, left, right, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr,
+    NAMED: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = NWG * 64
     programs = gl.num_programs(0)
@@ -112,31 +112,35 @@ def _producer(
         start_m = block * BLOCK_M
         batch_row = b if cu_seqlens_q is None else 0
         if start_m < q_rows:
-            _send(facts, facts_full, facts_empty, tiles_before, 1, start_m, used_q, used_k, q_start, q_rows, batch_row, h)
+            _send(
+                facts, facts_full, facts_empty, tiles_before, 1, start_m, used_q, used_k, q_start, q_rows, batch_row, h
+            )
             tiles_before += 1
             first, count = _key_blocks(start_m, used_q, used_k, left, right, BLOCK_M, BLOCK_N)
             hk = h // group_size
             for n in range(count):
                 row = k_start + (first + count - 1 - n) * BLOCK_N
                 stage = blocks_before % NST
-                phase = (blocks_before // NST) & 1
-                mbarrier.wait(k_empty.index(stage), phase ^ 1)
+                _acquire(k_empty, blocks_before, 5, NWG, NST, NAMED)
                 mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
                 tma_load(k, [batch_row, row, hk, 0], k_full.index(stage), k_s.index(stage))
                 if n == 0:  # after the first K, which has room while the consumers still hold the old Q
                     for w in gl.static_range(NWG):
                         mbarrier.wait(q_empty.index(w), (queries_before & 1) ^ 1)
                         mbarrier.expect(q_full.index(w), q.block_type.nbytes)
-                        tma_load(
-                            q, [batch_row, q_start + start_m + w * 64, h, 0], q_full.index(w), q_s.index(w)
-                        )
+                        tma_load(q, [batch_row, q_start + start_m + w * 64, h, 0], q_full.index(w), q_s.index(w))
                     queries_before += 1
-                mbarrier.wait(v_empty.index(stage), phase ^ 1)
+                _acquire(v_empty, blocks_before, 12, NWG, NST, NAMED)
                 mbarrier.expect(v_full.index(stage), v.block_type.nbytes)
                 tma_load(v, [batch_row, row, hk, 0], v_full.index(stage), v_s.index(stage))
                 blocks_before += 1
         tile = following
     _send(facts, facts_full, facts_empty, tiles_before, 0, 0, 0, 0, 0, 0, 0, 0)
+    if NAMED:  # leave no hardware barrier half full
+        for i in gl.static_range(NST):
+            if i < blocks_before:
+                _acquire(k_empty, NST + i, 5, NWG, NST, NAMED)
+                _acquire(v_empty, NST + i, 12, NWG, NST, NAMED)
     # The last program to end leaves the counter as it found it, for the next launch on this stream.
     if gl.atomic_add(counter + 1, 1) == programs - 1:
         gl.store(counter, 0)
@@ -172,7 +176,9 @@ def _mask(s, start_n, row, used_q, used_k, left, right, HAS_LEFT: gl.constexpr, 
     s3 = gl.reshape(s, [64, BLOCK_N // 8, 8])
     layout3: gl.constexpr = s3.type.layout
     rows_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout3))
-    a = gl.expand_dims(gl.expand_dims(gl.arange(0, BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, layout3))) * 8, 0), 2)
+    a = gl.expand_dims(
+        gl.expand_dims(gl.arange(0, BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, layout3))) * 8, 0), 2
+    )
     c = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout3))), 0), 1)
     last = used_k - 1 - start_n
     position = gl.arange(0, 64, rows_layout) + (row + used_k - used_q - start_n)
@@ -212,27 +218,83 @@ def _rescaled(o, alpha):
 
 
 @gluon.jit
-def _wait_turn(turn, n, WG: gl.constexpr, PINGPONG: gl.constexpr):
-    if PINGPONG:
-        mbarrier.wait(turn.index(WG), n & 1)
+def _barrier(code: gl.constexpr, number):
+    """A hardware barrier, which Gluon has no name for. Runs once per thread; the result is there because the operation
+    needs one. Triton uses numbers 0 to 4 in a kernel with three workers; here 5 to 8 guard K, 12 to 15 V, 9 to 11 turns."""
+    gl.inline_asm_elementwise(code, "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _pass_turn(turn, WG: gl.constexpr, NWG: gl.constexpr, PINGPONG: gl.constexpr):
+def _release(empty, stage, FIRST: gl.constexpr, NWG: gl.constexpr, NAMED: gl.constexpr):
+    """A consumer has read a stage. By hardware barrier its warps need not wait for each other first."""
+    if not NAMED:
+        mbarrier.arrive(empty.index(stage), count=1)
+    elif NWG == 2:
+        _barrier("bar.arrive $1, 288; mov.b32 $0, $1;", stage + FIRST)
+    else:
+        _barrier("bar.arrive $1, 416; mov.b32 $0, $1;", stage + FIRST)
+
+
+@gluon.jit
+def _acquire(empty, n, FIRST: gl.constexpr, NWG: gl.constexpr, NST: gl.constexpr, NAMED: gl.constexpr):
+    """The producer may write block n to its stage."""
+    if not NAMED:
+        mbarrier.wait(empty.index(n % NST), ((n // NST) & 1) ^ 1)
+    elif n >= NST:
+        if NWG == 2:
+            _barrier("bar.sync $1, 288; mov.b32 $0, $1;", n % NST + FIRST)
+        else:
+            _barrier("bar.sync $1, 416; mov.b32 $0, $1;", n % NST + FIRST)
+
+
+@gluon.jit
+def _wait_turn(turn, n, WG: gl.constexpr, PINGPONG: gl.constexpr, NAMED: gl.constexpr):
     if PINGPONG:
+        if NAMED:
+            _barrier("bar.sync $1, 256; mov.b32 $0, $1;", 9 + WG)
+        else:
+            mbarrier.wait(turn.index(WG), n & 1)
+
+
+@gluon.jit
+def _pass_turn(turn, WG: gl.constexpr, NWG: gl.constexpr, NAMED: gl.constexpr):
+    if NAMED:
+        _barrier("bar.arrive $1, 256; mov.b32 $0, $1;", 9 + (WG + 1) % NWG)
+    else:
         mbarrier.arrive(turn.index((WG + 1) % NWG), count=1)
 
 
 @gluon.jit
-def _softmax(s, m_i, scale, SCALED: gl.constexpr):
-    """New row maximum, factor for what was summed under the old one, and weights."""
+def _pack(p, dtype: gl.constexpr, BLOCK_N: gl.constexpr):
+    a, b = gl.split(gl.reshape(p, [64, BLOCK_N // 2, 2]))
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [a, b], dtype=gl.int32, is_pure=True, pack=1
+        )
+    return gl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [a, b], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _unpack(x, dtype: gl.constexpr, layout: gl.constexpr, BLOCK_N: gl.constexpr):
+    lo = x.to(gl.int16).to(dtype, bitcast=True)
+    hi = (x >> 16).to(gl.int16).to(dtype, bitcast=True)
+    return gl.convert_layout(gl.reshape(gl.join(lo, hi), [64, BLOCK_N]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def _row_max(s, m_i, scale, SCALED: gl.constexpr):
     if SCALED:
-        m_new = gl.maximum(m_i, gl.max(s, 1))
-        p = gl.exp2(s - gl.expand_dims(m_new, 1))
-    else:
-        m_new = gl.maximum(m_i, gl.max(s, 1) * scale)
-        p = gl.exp2(s * scale - gl.expand_dims(m_new, 1))
-    return m_new, gl.exp2(m_i - m_new), p
+        return gl.maximum(m_i, gl.max(s, 1))
+    return gl.maximum(m_i, gl.max(s, 1) * scale)
+
+
+@gluon.jit
+def _weights(s, m_i, scale, SCALED: gl.constexpr):
+    if SCALED:
+        return gl.exp2(s - gl.expand_dims(m_i, 1))
+    return gl.exp2(s * scale - gl.expand_dims(m_i, 1))
 
 
 @gluon.jit
@@ -240,7 +302,7 @@ def _consumer(
     shared, WG: gl.constexpr, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_ALL: gl.constexpr,
     RAGGED: gl.constexpr, SOFTCAP: gl.constexpr, SCALE_FIRST: gl.constexpr, PINGPONG: gl.constexpr,
-    SHARE_O: gl.constexpr,
+    SHARE_O: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr, WEIGHTS_FIRST: gl.constexpr,
 ):  # fmt: skip
     (
         out_tiles, out, lse, q_s, k_s, v_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, facts,
@@ -253,7 +315,8 @@ def _consumer(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    q = q_s.index(WG).reshape([64, BLOCK_D])
+    if PINGPONG and NAMED and WG == NWG - 1:
+        _pass_turn(turn, WG, NWG, NAMED)  # warpgroup 0 goes first
     it = 0
     tiles_before = 0
     queries_before = 0
@@ -270,24 +333,31 @@ def _consumer(
             m_i = gl.full([64], _LOWEST, gl.float32, row_layout)
             o = gl.zeros([64, BLOCK_DV], gl.float32, o_layout)
             mbarrier.wait(q_full.index(WG), queries_before & 1)
+            q = q_s.index(WG).reshape([64, BLOCK_D])
+            if QREG:
+                q = q.load(gl.DotOperandLayout(0, s_layout, 2))
+                if not SHARE_O:
+                    mbarrier.arrive(q_empty.index(WG), count=1)
             stage = it % NST
             mbarrier.wait(k_full.index(stage), (it // NST) & 1)
-            _wait_turn(turn, it, WG, PINGPONG)
+            _wait_turn(turn, it, WG, PINGPONG, NAMED)
             zero_s = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
             s_token = warpgroup_mma(
                 q, k_s.index(stage).reshape([BLOCK_N, BLOCK_D]).permute((1, 0)), zero_s, use_acc=False, is_async=True
             )
-            _pass_turn(turn, WG, NWG, PINGPONG)
+            if PINGPONG:
+                _pass_turn(turn, WG, NWG, NAMED)
             s = warpgroup_mma_wait(0, deps=[s_token])
-            mbarrier.arrive(k_empty.index(stage), count=1)
+            _release(k_empty, stage, 5, NWG, NAMED)
             s = _score(s, scale, softcap, SOFTCAP, SCALE_FIRST)
             start_n = (first + count - 1) * BLOCK_N
             if MASK_FIRST:
                 s = _mask(s, start_n, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N)
-            m_i, alpha, p = _softmax(s, m_i, scale, SCALED)
+            m_i = _row_max(s, m_i, scale, SCALED)
+            p = _weights(s, m_i, scale, SCALED)
             alpha = m_i * 0.0 + 1.0
             l_i = _row_sum(p, BLOCK_N)
-            p16 = gl.convert_layout(p.to(dtype), p_layout, assert_trivial=True)
+            p32 = _pack(p, dtype, BLOCK_N)
             if RAGGED or HAS_LEFT:
                 if (start_n < seen_lo) | (start_n + BLOCK_N > used_k):
                     mbarrier.wait(v_full.index(stage), (it // NST) & 1)
@@ -301,7 +371,7 @@ def _consumer(
                 stage = it % NST
                 before = (it - 1) % NST
                 v_tile = v_s.index(before).reshape([BLOCK_N, BLOCK_DV])
-                _wait_turn(turn, it, WG, PINGPONG)
+                _wait_turn(turn, it, WG, PINGPONG, NAMED)
                 zero_s = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
                 s_token = warpgroup_mma(
                     q, k_s.index(stage).reshape([BLOCK_N, BLOCK_D]).permute((1, 0)), zero_s, use_acc=False,
@@ -313,22 +383,31 @@ def _consumer(
                     "mov.b32 $0, $1;", "=f,f", [alpha], dtype=gl.float32, is_pure=False, pack=1
                 )
                 o = _rescaled(o, alpha)
+                p16 = _unpack(p32, dtype, p_layout, BLOCK_N)
                 o_token = warpgroup_mma(p16, v_tile, o, is_async=True)
-                _pass_turn(turn, WG, NWG, PINGPONG)
+                if PINGPONG:
+                    _pass_turn(turn, WG, NWG, NAMED)
                 s = warpgroup_mma_wait(1, deps=[s_token])
-                mbarrier.arrive(k_empty.index(stage), count=1)
+                _release(k_empty, stage, 5, NWG, NAMED)
                 s = _score(s, scale, softcap, SOFTCAP, SCALE_FIRST)
                 if MASK_ALL:
                     if _hides(start_n, row, used_q, used_k, left, right, HAS_LEFT, BLOCK_N):
                         s = _mask(s, start_n, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N)
-                m_i, alpha, p = _softmax(s, m_i, scale, SCALED)
+                m_new = _row_max(s, m_i, scale, SCALED)
+                if WEIGHTS_FIRST:  # the order in which ptxas schedules them
+                    p = _weights(s, m_new, scale, SCALED)
+                    alpha = gl.exp2(m_i - m_new)
+                else:
+                    alpha = gl.exp2(m_i - m_new)
+                    p = _weights(s, m_new, scale, SCALED)
+                m_i = m_new
                 l_i = l_i * gl.convert_layout(gl.expand_dims(alpha, 1), l_i.type.layout) + _row_sum(p, BLOCK_N)
                 # Waiting for the next K here ends the basic block. Without that ptxas moves the wait for P V, which
                 # must follow the exponentials, in front of them; p, alpha and l among its operands keep LLVM from it.
                 mbarrier.wait(k_full.index((it + 1) % NST), ((it + 1) // NST) & 1, pred=n + 1 < count)
                 o, p16, p, alpha, l_i = warpgroup_mma_wait(0, deps=[o_token, p16, p, alpha, l_i])
-                mbarrier.arrive(v_empty.index(before), count=1)
-                p16 = gl.convert_layout(p.to(dtype), p_layout, assert_trivial=True)
+                _release(v_empty, before, 12, NWG, NAMED)
+                p32 = _pack(p, dtype, BLOCK_N)
                 if HAS_LEFT:
                     if start_n < seen_lo:
                         mbarrier.wait(v_full.index(stage), (it // NST) & 1)
@@ -336,15 +415,16 @@ def _consumer(
                         _clear_rows(v_now, seen_lo - start_n, BLOCK_N, BLOCK_N, BLOCK_DV)
                 it += 1
 
-            if not SHARE_O:
+            if not SHARE_O and not QREG:
                 mbarrier.arrive(q_empty.index(WG), count=1)
             o = _rescaled(o, alpha)
             before = (it - 1) % NST
             mbarrier.wait(v_full.index(before), ((it - 1) // NST) & 1)
+            p16 = _unpack(p32, dtype, p_layout, BLOCK_N)
             o_token = warpgroup_mma(p16, v_s.index(before).reshape([BLOCK_N, BLOCK_DV]), o, is_async=True)
             l_sum = gl.convert_layout(gl.sum(l_i, 1), row_layout)
             o = warpgroup_mma_wait(0, deps=[o_token])
-            mbarrier.arrive(v_empty.index(before), count=1)
+            _release(v_empty, before, 12, NWG, NAMED)
 
             q_start, q_rows, b, h = _place(facts, tiles_before, seqlen_q, RAGGED)
             offs_m = row + gl.arange(0, 64, row_layout)
@@ -381,6 +461,8 @@ def _consumer(
             _store_zeros(out + first_row * HEAD_DIM_V, num_heads * HEAD_DIM_V, q_rows - row, HEAD_DIM_V, BLOCK_DV)
         mbarrier.arrive(facts_empty.index(tiles_before & 1), count=1)
         tiles_before += 1
+    if PINGPONG and NAMED and WG == 0:
+        _wait_turn(turn, it, WG, PINGPONG, NAMED)  # the last turn that was passed
     tma.store_wait(0)
 
 
@@ -429,7 +511,7 @@ def _attn_fwd_kernel(
     HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_ALL: gl.constexpr, SOFTCAP: gl.constexpr,
     SCALE_FIRST: gl.constexpr, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, PINGPONG: gl.constexpr,
-    SHARE_O: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    SHARE_O: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr, WEIGHTS_FIRST: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv) and out_tiles (B, Sq, H, Dv) as TMA descriptors; out the same
     memory as out_tiles; lse (B, H, Sq). Packed: B = 1, and the lengths of the sequences in cu_seqlens."""
@@ -464,7 +546,7 @@ def _attn_fwd_kernel(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=NWG)
         mbarrier.init(v_empty.index(i), count=NWG)
-    if PINGPONG:
+    if PINGPONG and not NAMED:
         mbarrier.arrive(turn.index(0), count=1)
     fence_async_shared()
 
@@ -479,12 +561,15 @@ def _attn_fwd_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, MASK_FIRST,
-                             MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O)),
+                             MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
+                             WEIGHTS_FIRST)),
                 (_consumer, (shared, 1, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, MASK_FIRST,
-                             MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O)),
+                             MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
+                             WEIGHTS_FIRST)),
                 (_producer, (q, k, v, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, facts, facts_full,
                              facts_empty, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, batch, num_heads,
-                             group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right, NWG, BLOCK_N, NST)),
+                             group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right, NWG, BLOCK_N, NST,
+                             NAMED)),
             ],
             [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
@@ -492,14 +577,18 @@ def _attn_fwd_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, MASK_FIRST,
-                             MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O)),
+                             MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
+                             WEIGHTS_FIRST)),
                 (_consumer, (shared, 1, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, MASK_FIRST,
-                             MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O)),
+                             MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
+                             WEIGHTS_FIRST)),
                 (_consumer, (shared, 2, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, MASK_FIRST,
-                             MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O)),
+                             MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
+                             WEIGHTS_FIRST)),
                 (_producer, (q, k, v, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, facts, facts_full,
                              facts_empty, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, batch, num_heads,
-                             group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right, NWG, BLOCK_N, NST)),
+                             group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right, NWG, BLOCK_N, NST,
+                             NAMED)),
             ],
             [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip

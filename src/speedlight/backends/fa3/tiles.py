@@ -4,32 +4,48 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...problem import AttentionProblem
+from ..fa2.tiles import block_dim
+
 
 @dataclass(frozen=True)
 class FwdTile:
-    """Of the forward: ``num_consumers`` warpgroups of 64 query rows each by block_n keys, ``num_stages`` blocks of K and
-    V in shared memory. ``pingpong``: the warpgroups take turns in issuing. ``share_o``: out leaves through Q's memory.
-    ``registers`` for each thread of the consumers (all but one) and of the producer."""
+    """Of the forward: ``num_consumers`` warpgroups of 64 query rows each by ``block_n`` keys, ``num_stages`` blocks of K
+    and of V in shared memory. ``registers`` for each thread of the consumers (all but one) and of the producer.
+
+    pingpong: the warpgroups take turns in issuing products.
+    share_o: out leaves through Q's memory.
+    q_in_registers: Q K^T takes Q from registers, not from shared memory.
+    weights_first: exp2 of the scores stands before exp2 of the rescaling factors in the source. The sums are the same,
+        ptxas's schedule is not.
+    """
 
     num_consumers: int
     block_n: int
     num_stages: int
-    pingpong: bool
-    share_o: bool
     registers: tuple[int, int]
+    pingpong: bool = True
+    share_o: bool = False
+    q_in_registers: bool = False
+    weights_first: bool = False
 
     @property
     def block_m(self) -> int:
         return 64 * self.num_consumers
 
 
-# (largest head dimension, tile), by measured speed on an H200 (docs/notes/hopper-forward.md).
-FORWARD: tuple[tuple[int, FwdTile], ...] = (
-    (64, FwdTile(3, 128, 4, True, False, (160, 24))),
-    (128, FwdTile(2, 128, 2, True, False, (240, 24))),
-    (256, FwdTile(2, 64, 2, False, True, (240, 24))),
-)
+# By measured speed on an H200 (torch 2.11, Triton 3.6.0, 2026-11-30; docs/notes/hopper-forward.md).
+_D64 = FwdTile(3, 128, 4, (160, 24))
+_D64_SHORT_CAUSAL = FwdTile(2, 128, 4, (240, 24), q_in_registers=True, weights_first=True)
+_D128 = FwdTile(2, 128, 2, (240, 24))
+_D256 = FwdTile(2, 64, 2, (240, 24), pingpong=False, share_o=True)
+TILES = (_D64, _D64_SHORT_CAUSAL, _D128, _D256)
+_SHORT = 4096  # keys
 
 
-def forward_tile(block_d: int, block_dv: int) -> FwdTile:
-    return next(tile for largest, tile in FORWARD if max(block_d, block_dv) <= largest)
+def forward_tile(problem: AttentionProblem) -> FwdTile:
+    dim = block_dim(max(problem.head_dim, problem.head_dim_v))
+    if dim <= 64:
+        masked = problem.window_left is not None or problem.window_right is not None
+        return _D64_SHORT_CAUSAL if masked and problem.seqlen_k <= _SHORT else _D64
+    return _D128 if dim <= 128 else _D256
