@@ -99,16 +99,9 @@ class Prepared:
             if encoders is None:
                 self.take = _Descriptors(leading, indices)
             else:
-                run = compiled.run
+                how = compiled.run.launch_cooperative_grid, compiled.run.launch_pdl
                 self.run = _raw_launcher(compiled)
-                self.fixed = (
-                    compiled.function,
-                    run.launch_cooperative_grid,
-                    run.launch_pdl,
-                    None,
-                    None,
-                    *self.fixed[1:],
-                )
+                self.fixed = (compiled.function, *how, None, None, *self.fixed[1:])
                 self.take = _TensorMaps(encoders, indices)
 
     def __call__(self, stream: int, addresses: Sequence[int | None]) -> None:
@@ -127,9 +120,8 @@ def _tensor_descriptor(tensor: Tensor, d: Descriptor) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     block = list(d.block)
-    layout = gl.NVMMASharedLayout.get_default_for(
-        block, {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[tensor.dtype]
-    )
+    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[tensor.dtype]
+    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
     return TensorDescriptor(tensor, list(d.shape), list(d.strides), block, layout)
 
 

@@ -1,21 +1,21 @@
 """FlashAttention-3 forward in Gluon, for Hopper (sm_90).
 
 A program is persistent: it takes tiles of NWG * 64 query rows of one (sequence, head) from a counter in global memory,
-longest first. One warp, the producer, locates the tile and fetches it with TMA: Q once, K and V block by block, from the
-last key block to the first, into rings of NST stages, each guarded by a pair of mbarriers. NWG warpgroups consume, 64
-rows each. Per block of keys j a consumer
+the longest first. One warp, the producer, locates the tile and fetches it with TMA: Q once, K and V block by block,
+from the last key block to the first, into rings of NST stages, each guarded by barriers. NWG warpgroups consume, 64
+rows each. For each block j of keys a consumer
 
-    issues   S_j = Q K_j^T                           (WGMMA, asynchronous)
-    issues   O += P_{j-1} V_{j-1}                    (rescaled by the factor of block j - 1 while S_j is computed)
-    computes m, P_j = exp2(S_j - m), l               (beside P V on the tensor cores, and beside the other warpgroup's S)
+    issues   S_j = Q K_j^T               (WGMMA, asynchronous)
+    issues   O += P_{j-1} V_{j-1}        (O rescaled by the factor of block j - 1 while S_j is computed)
+    computes m, P_j = exp2(S_j - m), l   (beside P V on the tensor cores, and beside the other warpgroups' S)
 
 so that exponentials and matrix products overlap within a warpgroup; PINGPONG lets the warpgroups take turns in issuing.
 Only blocks that hold a hidden pair are masked. As in `fa2`, scores are in log2 units, O is divided by l at the end, and
 a row that sees no key gets out 0 and lse -inf.
 
 TMA addresses tensors as (batch, row, head, column); packed sequences are one batch entry. It reads zeros past a tensor,
-but the neighbour's rows past a sequence: those scores are masked, their V rows are zeroed in shared memory (0 * NaN is
-NaN), and tiles that end past the sequence are stored row by row.
+but the neighbour's rows past a sequence: their scores are masked, their V rows zeroed in shared memory (0 * NaN is
+NaN), and a tile that ends past its sequence is stored row by row.
 
 Source: Shah et al., "FlashAttention-3" (2024), sections 3.1 and 3.2, algorithms 1 and 2.
 """
@@ -48,8 +48,9 @@ def _key_blocks(start_m, used_q, used_k, left, right, BLOCK_M: gl.constexpr, BLO
 
 
 @gluon.jit
-def _send(facts, facts_full, facts_empty, n, more, start_m, used_q, used_k, q_start, q_rows, b, h):
+def _send(notes, n, more, start_m, used_q, used_k, q_start, q_rows, b, h):
     """Tell the consumers about tile number n of this program. There is room for two tiles."""
+    facts, facts_full, facts_empty = notes
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     mbarrier.wait(facts_empty.index(n & 1), ((n >> 1) & 1) ^ 1)
     zero = gl.full([1], 0, gl.int32, layout)
@@ -66,23 +67,27 @@ def _send(facts, facts_full, facts_empty, n, more, start_m, used_q, used_k, q_st
 
 
 @gluon.jit
-def _fact(facts, n, i: gl.constexpr):
+def _fact(notes, n, i: gl.constexpr):
+    facts = notes[0]
     return gl.max(facts.index((n & 1) * _FACTS + i).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
-def _receive(facts, facts_full, n):
+def _receive(notes, n):
+    """Whether there is a tile number n, as soon as that is known."""
+    facts_full = notes[1]
     mbarrier.wait(facts_full.index(n & 1), (n >> 1) & 1)
-    return _fact(facts, n, 0)
+    return _fact(notes, n, 0)
 
 
 @gluon.jit
 def _producer(
-    q, k, v, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, facts, facts_full, facts_empty, counter,
-    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, batch, num_heads, group_size, seqlen_q, seqlen_k, num_tiles,
-    heads_together, left, right, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr,
-    NAMED: gl.constexpr,
+    q, k, v, queries, ring, notes, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, batch, num_heads,
+    group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right, NWG: gl.constexpr, BLOCK_N: gl.constexpr,
+    NST: gl.constexpr, NAMED: gl.constexpr,
 ):  # fmt: skip
+    q_s, q_full, q_empty = queries
+    k_s, v_s, k_full, k_empty, v_full, v_empty = ring
     BLOCK_M: gl.constexpr = NWG * 64
     programs = gl.num_programs(0)
     blocks_before = 0
@@ -112,9 +117,7 @@ def _producer(
         start_m = block * BLOCK_M
         batch_row = b if cu_seqlens_q is None else 0
         if start_m < q_rows:
-            _send(
-                facts, facts_full, facts_empty, tiles_before, 1, start_m, used_q, used_k, q_start, q_rows, batch_row, h
-            )
+            _send(notes, tiles_before, 1, start_m, used_q, used_k, q_start, q_rows, batch_row, h)
             tiles_before += 1
             first, count = _key_blocks(start_m, used_q, used_k, left, right, BLOCK_M, BLOCK_N)
             hk = h // group_size
@@ -135,7 +138,7 @@ def _producer(
                 tma_load(v, [batch_row, row, hk, 0], v_full.index(stage), v_s.index(stage))
                 blocks_before += 1
         tile = following
-    _send(facts, facts_full, facts_empty, tiles_before, 0, 0, 0, 0, 0, 0, 0, 0)
+    _send(notes, tiles_before, 0, 0, 0, 0, 0, 0, 0, 0)
     if NAMED:  # leave no hardware barrier half full
         for i in gl.static_range(NST):
             if i < blocks_before:
@@ -176,10 +179,10 @@ def _mask(s, start_n, row, used_q, used_k, left, right, HAS_LEFT: gl.constexpr, 
     s3 = gl.reshape(s, [64, BLOCK_N // 8, 8])
     layout3: gl.constexpr = s3.type.layout
     rows_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout3))
-    a = gl.expand_dims(
-        gl.expand_dims(gl.arange(0, BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, layout3))) * 8, 0), 2
-    )
-    c = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout3))), 0), 1)
+    a = gl.arange(0, BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, layout3))) * 8
+    a = gl.expand_dims(gl.expand_dims(a, 0), 2)
+    c = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout3)))
+    c = gl.expand_dims(gl.expand_dims(c, 0), 1)
     last = used_k - 1 - start_n
     position = gl.arange(0, 64, rows_layout) + (row + used_k - used_q - start_n)
     if HAS_RIGHT:
@@ -219,8 +222,8 @@ def _rescaled(o, alpha):
 
 @gluon.jit
 def _barrier(code: gl.constexpr, number):
-    """A hardware barrier, which Gluon has no name for. Runs once per thread; the result is there because the operation
-    needs one. Triton uses numbers 0 to 4 in a kernel with three workers; here 5 to 8 guard K, 12 to 15 V, 9 to 11 turns."""
+    """A hardware barrier, for which Gluon has no name. Runs once per thread; the result is there because the operation
+    needs one. Triton uses numbers 0 to 4 beside three workers; here 5 to 8 guard K, 12 to 15 V, and 9 to 11 turns."""
     gl.inline_asm_elementwise(code, "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -266,21 +269,18 @@ def _pass_turn(turn, WG: gl.constexpr, NWG: gl.constexpr, NAMED: gl.constexpr):
 
 @gluon.jit
 def _pack(p, dtype: gl.constexpr, BLOCK_N: gl.constexpr):
-    a, b = gl.split(gl.reshape(p, [64, BLOCK_N // 2, 2]))
-    if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [a, b], dtype=gl.int32, is_pure=True, pack=1
-        )
-    return gl.inline_asm_elementwise(
-        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [a, b], dtype=gl.int32, is_pure=True, pack=1
-    )
+    """Weights in pairs of 16 bits. If single ones are carried through the loop, ptxas swaps the halves of each pair and
+    swaps them back."""
+    even, odd = gl.split(gl.reshape(p, [64, BLOCK_N // 2, 2]))
+    code: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(code, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def _unpack(x, dtype: gl.constexpr, layout: gl.constexpr, BLOCK_N: gl.constexpr):
-    lo = x.to(gl.int16).to(dtype, bitcast=True)
-    hi = (x >> 16).to(gl.int16).to(dtype, bitcast=True)
-    return gl.convert_layout(gl.reshape(gl.join(lo, hi), [64, BLOCK_N]), layout, assert_trivial=True)
+def _unpack(pairs, dtype: gl.constexpr, layout: gl.constexpr, BLOCK_N: gl.constexpr):
+    even = pairs.to(gl.int16).to(dtype, bitcast=True)
+    odd = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
+    return gl.convert_layout(gl.reshape(gl.join(even, odd), [64, BLOCK_N]), layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -299,15 +299,17 @@ def _weights(s, m_i, scale, SCALED: gl.constexpr):
 
 @gluon.jit
 def _consumer(
-    shared, WG: gl.constexpr, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_ALL: gl.constexpr,
-    RAGGED: gl.constexpr, SOFTCAP: gl.constexpr, SCALE_FIRST: gl.constexpr, PINGPONG: gl.constexpr,
-    SHARE_O: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr, WEIGHTS_FIRST: gl.constexpr,
+    shared, WG: gl.constexpr, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    MASK_FIRST: gl.constexpr, MASK_ALL: gl.constexpr, RAGGED: gl.constexpr, SOFTCAP: gl.constexpr,
+    SCALE_FIRST: gl.constexpr, PINGPONG: gl.constexpr, SHARE_O: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr,
+    WEIGHTS_FIRST: gl.constexpr,
 ):  # fmt: skip
-    (
-        out_tiles, out, lse, q_s, k_s, v_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, facts,
-        facts_full, facts_empty, num_heads, seqlen_q, seqlen_k, left, right, scale, softcap,
-    ) = shared  # fmt: skip
+    outputs, queries, ring, notes, turn, num_heads, seqlen_q, seqlen_k, left, right, scale, softcap = shared
+    out_tiles, out, lse, o_s = outputs
+    q_s, q_full, q_empty = queries
+    k_s, v_s, k_full, k_empty, v_full, v_empty = ring
+    facts_empty = notes[2]
     BLOCK_M: gl.constexpr = NWG * 64
     SCALED: gl.constexpr = SOFTCAP or SCALE_FIRST
     dtype: gl.constexpr = q_s.dtype
@@ -320,14 +322,14 @@ def _consumer(
     it = 0
     tiles_before = 0
     queries_before = 0
-    while _receive(facts, facts_full, tiles_before) > 0:
-        start_m = _fact(facts, tiles_before, 1)
-        used_q = _fact(facts, tiles_before, 2) if RAGGED else seqlen_q
-        used_k = _fact(facts, tiles_before, 3) if RAGGED else seqlen_k
+    while _receive(notes, tiles_before) > 0:
+        start_m = _fact(notes, tiles_before, 1)
+        used_q = _fact(notes, tiles_before, 2) if RAGGED else seqlen_q
+        used_k = _fact(notes, tiles_before, 3) if RAGGED else seqlen_k
         row = start_m + WG * 64
         first, count = _key_blocks(start_m, used_q, used_k, left, right, BLOCK_M, BLOCK_N)
         # V rows that no row of the sequence sees must not take part, whatever they hold.
-        seen_lo, _ = seen_keys(used_q, used_k, left, right)
+        seen_lo, _seen_hi = seen_keys(used_q, used_k, left, right)
         if count > 0:
             # The last key block, alone.
             m_i = gl.full([64], _LOWEST, gl.float32, row_layout)
@@ -357,7 +359,7 @@ def _consumer(
             p = _weights(s, m_i, scale, SCALED)
             alpha = m_i * 0.0 + 1.0
             l_i = _row_sum(p, BLOCK_N)
-            p32 = _pack(p, dtype, BLOCK_N)
+            pairs = _pack(p, dtype, BLOCK_N)
             if RAGGED or HAS_LEFT:
                 if (start_n < seen_lo) | (start_n + BLOCK_N > used_k):
                     mbarrier.wait(v_full.index(stage), (it // NST) & 1)
@@ -383,7 +385,7 @@ def _consumer(
                     "mov.b32 $0, $1;", "=f,f", [alpha], dtype=gl.float32, is_pure=False, pack=1
                 )
                 o = _rescaled(o, alpha)
-                p16 = _unpack(p32, dtype, p_layout, BLOCK_N)
+                p16 = _unpack(pairs, dtype, p_layout, BLOCK_N)
                 o_token = warpgroup_mma(p16, v_tile, o, is_async=True)
                 if PINGPONG:
                     _pass_turn(turn, WG, NWG, NAMED)
@@ -407,7 +409,7 @@ def _consumer(
                 mbarrier.wait(k_full.index((it + 1) % NST), ((it + 1) // NST) & 1, pred=n + 1 < count)
                 o, p16, p, alpha, l_i = warpgroup_mma_wait(0, deps=[o_token, p16, p, alpha, l_i])
                 _release(v_empty, before, 12, NWG, NAMED)
-                p32 = _pack(p, dtype, BLOCK_N)
+                pairs = _pack(p, dtype, BLOCK_N)
                 if HAS_LEFT:
                     if start_n < seen_lo:
                         mbarrier.wait(v_full.index(stage), (it // NST) & 1)
@@ -420,13 +422,13 @@ def _consumer(
             o = _rescaled(o, alpha)
             before = (it - 1) % NST
             mbarrier.wait(v_full.index(before), ((it - 1) // NST) & 1)
-            p16 = _unpack(p32, dtype, p_layout, BLOCK_N)
+            p16 = _unpack(pairs, dtype, p_layout, BLOCK_N)
             o_token = warpgroup_mma(p16, v_s.index(before).reshape([BLOCK_N, BLOCK_DV]), o, is_async=True)
             l_sum = gl.convert_layout(gl.sum(l_i, 1), row_layout)
             o = warpgroup_mma_wait(0, deps=[o_token])
             _release(v_empty, before, 12, NWG, NAMED)
 
-            q_start, q_rows, b, h = _place(facts, tiles_before, seqlen_q, RAGGED)
+            q_start, q_rows, b, h = _place(notes, tiles_before, seqlen_q, RAGGED)
             offs_m = row + gl.arange(0, 64, row_layout)
             sees = (l_sum != 0.0) & (offs_m < used_q)
             lse_i = gl.where(sees, (m_i + gl.log2(l_sum)) * LN_2, float("-inf"))
@@ -453,7 +455,7 @@ def _consumer(
                 mbarrier.arrive(q_empty.index(WG), count=1)
             queries_before += 1
         else:
-            q_start, q_rows, b, h = _place(facts, tiles_before, seqlen_q, RAGGED)
+            q_start, q_rows, b, h = _place(notes, tiles_before, seqlen_q, RAGGED)
             offs_m = row + gl.arange(0, 64, row_layout)
             hidden = gl.full([64], float("-inf"), gl.float32, row_layout)
             gl.store(lse + (b * num_heads + h).to(gl.int64) * seqlen_q + q_start + offs_m, hidden, mask=offs_m < q_rows)
@@ -467,11 +469,11 @@ def _consumer(
 
 
 @gluon.jit
-def _place(facts, n, seqlen_q, RAGGED: gl.constexpr):
+def _place(notes, n, seqlen_q, RAGGED: gl.constexpr):
     """Where a tile's sequence starts, its rows, and its batch entry and head."""
-    q_start = _fact(facts, n, 4) if RAGGED else 0
-    q_rows = _fact(facts, n, 5) if RAGGED else seqlen_q
-    return q_start, q_rows, _fact(facts, n, 6), _fact(facts, n, 7)
+    q_start = _fact(notes, n, 4) if RAGGED else 0
+    q_rows = _fact(notes, n, 5) if RAGGED else seqlen_q
+    return q_start, q_rows, _fact(notes, n, 6), _fact(notes, n, 7)
 
 
 @gluon.jit
@@ -511,10 +513,11 @@ def _attn_fwd_kernel(
     HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_ALL: gl.constexpr, SOFTCAP: gl.constexpr,
     SCALE_FIRST: gl.constexpr, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, PINGPONG: gl.constexpr,
-    SHARE_O: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr, WEIGHTS_FIRST: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    SHARE_O: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr, WEIGHTS_FIRST: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv) and out_tiles (B, Sq, H, Dv) as TMA descriptors; out the same
-    memory as out_tiles; lse (B, H, Sq). Packed: B = 1, and the lengths of the sequences in cu_seqlens."""
+    """q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv) and out_tiles (B, Sq, H, Dv) as TMA descriptors; out is the
+    memory of out_tiles; lse (B, H, Sq). Packed: B = 1, and the lengths of the sequences in cu_seqlens."""
     RAGGED: gl.constexpr = cu_seqlens_q is not None or seqused_q is not None or seqused_k is not None
     dtype: gl.constexpr = q.dtype
     q_s = gl.allocate_shared_memory(dtype, [NWG, 1, 64, 1, BLOCK_D], q.layout)
@@ -553,42 +556,41 @@ def _attn_fwd_kernel(
     left = window_left if HAS_LEFT else UNLIMITED
     right = window_right if HAS_RIGHT else UNLIMITED
     scale = softmax_scale if SOFTCAP else softmax_scale * LOG2_E
-    shared = (
-        out_tiles, out, lse, q_s, k_s, v_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, facts,
-        facts_full, facts_empty, num_heads, seqlen_q, seqlen_k, left, right, scale, softcap,
-    )  # fmt: skip
+    outputs = (out_tiles, out, lse, o_s)
+    queries = (q_s, q_full, q_empty)
+    ring = (k_s, v_s, k_full, k_empty, v_full, v_empty)
+    notes = (facts, facts_full, facts_empty)
+    shared = (outputs, queries, ring, notes, turn, num_heads, seqlen_q, seqlen_k, left, right, scale, softcap)
     if NWG == 2:
         gl.warp_specialize(
             [
-                (_consumer, (shared, 0, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, MASK_FIRST,
-                             MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
+                (_consumer, (shared, 0, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
+                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
                              WEIGHTS_FIRST)),
-                (_consumer, (shared, 1, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, MASK_FIRST,
-                             MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
+                (_consumer, (shared, 1, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
+                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
                              WEIGHTS_FIRST)),
-                (_producer, (q, k, v, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, facts, facts_full,
-                             facts_empty, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, batch, num_heads,
-                             group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right, NWG, BLOCK_N, NST,
-                             NAMED)),
+                (_producer, (q, k, v, queries, ring, notes, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+                             batch, num_heads, group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right,
+                             NWG, BLOCK_N, NST, NAMED)),
             ],
             [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_consumer, (shared, 0, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, MASK_FIRST,
-                             MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
+                (_consumer, (shared, 0, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
+                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
                              WEIGHTS_FIRST)),
-                (_consumer, (shared, 1, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, MASK_FIRST,
-                             MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
+                (_consumer, (shared, 1, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
+                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
                              WEIGHTS_FIRST)),
-                (_consumer, (shared, 2, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, MASK_FIRST,
-                             MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
+                (_consumer, (shared, 2, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
+                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
                              WEIGHTS_FIRST)),
-                (_producer, (q, k, v, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, facts, facts_full,
-                             facts_empty, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, batch, num_heads,
-                             group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right, NWG, BLOCK_N, NST,
-                             NAMED)),
+                (_producer, (q, k, v, queries, ring, notes, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+                             batch, num_heads, group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right,
+                             NWG, BLOCK_N, NST, NAMED)),
             ],
             [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip

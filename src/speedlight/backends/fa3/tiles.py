@@ -10,8 +10,8 @@ from ..fa2.tiles import block_dim
 
 @dataclass(frozen=True)
 class FwdTile:
-    """Of the forward: ``num_consumers`` warpgroups of 64 query rows each by ``block_n`` keys, ``num_stages`` blocks of K
-    and of V in shared memory. ``registers`` for each thread of the consumers (all but one) and of the producer.
+    """``num_consumers`` warpgroups of 64 query rows each by ``block_n`` keys, with ``num_stages`` blocks of K and of V
+    in shared memory. ``registers`` for each thread of the consumers (all but one) and of the producer.
 
     pingpong: the warpgroups take turns in issuing products.
     share_o: out leaves through Q's memory.

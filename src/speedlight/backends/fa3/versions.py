@@ -13,7 +13,9 @@ _VERIFIED = ("3.6.",)
 def unverified() -> str | None:
     if triton.__version__.startswith(_VERIFIED):
         return None
-    return f"its kernels have been verified with Triton {', '.join(v + 'x' for v in _VERIFIED)} only, and this is {triton.__version__}"
+    verified = ", ".join(f"{version}x" for version in _VERIFIED)
+    verified = ", ".join(f"{version}x" for version in _VERIFIED)
+    return f"its kernels have been verified with Triton {verified} only, and this is {triton.__version__}"
 
 
 # Whether the kernels may use hardware barriers 5 to 15 besides Triton: where its own numbers are known.
