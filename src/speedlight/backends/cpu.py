@@ -5,6 +5,7 @@ Forward (Dao 2023, Algorithm 1), for each block of rows, over the tiles of keys 
     m' = max(m, rowmax s);  p = exp(s - m');  a = exp(m - m')
     l  = a l + rowsum p;    acc = a acc + drop(p) v
 and at the end  out = acc / l,  lse = m + log l. A sink is one more logit: m starts as the sink and l as 1.
+Where no logit can be large (Cauchy-Schwarz), m stays 0: exp(s) is in range, and two of four passes over s fall away.
 
 Backward (Algorithm 2), from lse alone, with delta = rowsum(out * dout) - dlse:
     p  = exp(s - lse);      dv += drop(p)^T dout
@@ -57,17 +58,19 @@ def _forward_part(problem: AttentionProblem, inputs: Inputs, scores: Scores, out
     q, out = _queries(inputs.q, problem, part), _queries(out, problem, part)
     kt = _fold(_keys(inputs.k, problem, part), dtype).mT
     v = _fold(_keys(inputs.v, problem, part), dtype)
+    online = not scores.are_small(q, kt.mT, v)
     lse = _rows(lse, problem, part)
     sink = None
     if inputs.sink is not None:
         sink = inputs.sink[part.heads].to(dtype).view(1, *lse.shape[1:3], 1)
         lse.copy_(sink)  # rows that see a key are overwritten below
     lowest = torch.finfo(dtype).min  # finite: a row without keys must not become exp(-inf + inf)
+    tiny = torch.finfo(dtype).tiny
     buffer = _Buffer(kt, part.score_count)
 
     for m_lo, m_hi, tiles in row_blocks(problem, part):
         q_block = _fold(q[:, :, :, m_lo:m_hi], dtype).mul_(problem.softmax_scale * scores.q_unit)
-        m_i = q_block.new_full((*q_block.shape[:2], 1), lowest)
+        m_i = q_block.new_full((*q_block.shape[:2], 1), lowest if online else 0.0)
         l_i = torch.zeros_like(m_i)
         if sink is not None:
             by_row = _fold(sink.expand(*lse.shape[:3], m_hi - m_lo)[..., None], dtype)
@@ -84,18 +87,22 @@ def _forward_part(problem: AttentionProblem, inputs: Inputs, scores: Scores, out
                 _, unseen_keys = terms.blind
                 kt_tile, v_tile = kt_tile.masked_fill(unseen_keys.mT, 0), v_tile.masked_fill(unseen_keys, 0)
             s = scores.logits(q_block, kt_tile, tile, terms, buffer.tile(*q_block.shape[:2], n))
-            torch.maximum(m_i, s.amax(-1, keepdim=True), out=m_new)
-            p = scores.exp_(s, m_new)
-            rescale = scores.exp_(m_i, m_new)
-            torch.addcmul(p.sum(-1, keepdim=True), l_i, rescale, out=l_i)
+            if online:
+                torch.maximum(m_i, s.amax(-1, keepdim=True), out=m_new)
+                rescale = scores.exp_(m_i.sub_(m_new))
+                l_i.mul_(rescale)
+                acc.mul_(rescale)
+                s.sub_(m_new)
+                m_i, m_new = m_new, m_i
+            p = scores.exp_(s)
+            l_i.add_(p.sum(-1, keepdim=True))
             if terms.keep is not None:
                 scores.by_head(p).mul_(terms.keep)
-            torch.baddbmm(acc.mul_(rescale), p, v_tile, out=acc)
-            m_i, m_new = m_new, m_i
+            torch.baddbmm(acc, p, v_tile, out=acc)
 
         _unfold(m_i.div_(scores.unit).add_(l_i.log()), lse[..., m_lo:m_hi, None])
-        # l is 0 in a row without keys, where acc is 0 too; elsewhere the largest term alone makes it 1.
-        _unfold(acc.div_(l_i.clamp_(min=1.0).div_(problem.keep_scale)), out[:, :, :, m_lo:m_hi])
+        # l is 0 in a row without keys, where acc is 0 too.
+        _unfold(acc.div_(l_i.clamp_(min=tiny).div_(problem.keep_scale)), out[:, :, :, m_lo:m_hi])
 
 
 @torch.no_grad()
@@ -191,7 +198,8 @@ def _backward_part(
                 kt_tile = k_tile.mT
             shape = *q_block.shape[:2], n
             cap_slope = None if cap_buffer is None else cap_buffer.tile(*shape)
-            p = scores.exp_(scores.logits(q_block, kt_tile, tile, terms, s_buffer.tile(*shape), cap_slope), lse_block)
+            s = scores.logits(q_block, kt_tile, tile, terms, s_buffer.tile(*shape), cap_slope)
+            p = scores.exp_(s.sub_(lse_block))
             if dv is not None:
                 dropped = p if terms.keep is None else (scores.by_head(p) * terms.keep).view(shape)
                 _accumulate(dv.narrow(1, n_lo, n), dropped.mT, do_block, scratch)

@@ -16,6 +16,11 @@ from .cpu_plan import Part, Tile, window_sizes
 LOG2E = math.log2(math.e)
 WINDOWS_KEPT = 8
 
+# Logits in units of log 2 up to SMALL_LOGIT, with |v| up to SMALL_V: exp2(s) v, summed over 2^30 keys, is below 2^127,
+# and the smallest exp2(s) is far from underflow.
+SMALL_LOGIT = 64.0
+SMALL_V = 2.0**32
+
 Windows = dict[tuple[int, int, int], Tensor]
 
 
@@ -200,9 +205,25 @@ class Scores:
         m = tile.shape[0] * tile.shape[1] // (self.batch * self.heads)
         return tile.view(self.batch, self.heads, m, tile.shape[2])
 
-    def exp_(self, s: Tensor, m: Tensor) -> Tensor:
-        """exp(s - m) in place, both in this part's unit."""
-        s.sub_(m)
+    def are_small(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether no logit of the part can be large, as |q.k| <= |q| |k|: sums of exp(logit) v stay in range.
+
+        False where the answer takes longer than it saves: with few rows or keys, and on a GPU, which would be waited
+        for.
+        """
+        p, part = self.problem, self.part
+        short = min(part.seqlen_q * p.group_size, part.seen_hi - part.seen_lo) < 16 * p.head_dim
+        if short or p.device.type != "cpu" or self.unit != LOG2E or self.slopes is not None:
+            return False
+        if not all(abs(x.item()) <= SMALL_V for x in v.aminmax()):  # as NaN is not
+            return False
+        if p.softcap:
+            return p.softcap * self.unit <= SMALL_LOGIT
+        q_norm, k_norm = (torch.linalg.vector_norm(t, dim=-1, dtype=p.lse_dtype).amax().item() for t in (q, k))
+        return abs(p.softmax_scale) * self.unit * q_norm * k_norm <= SMALL_LOGIT
+
+    def exp_(self, s: Tensor) -> Tensor:
+        """exp(s) in place, s in this part's unit."""
         if self.unit != LOG2E:
             s.mul_(LOG2E)
         return s.exp2_()
