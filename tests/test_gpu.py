@@ -13,6 +13,12 @@ from speedlight.testing import assert_close
 
 pytestmark = pytest.mark.gpu
 
+_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+# What holds of `fa2` has to hold of `fa3` too, whose gradients are made by fa2.
+both = pytest.mark.parametrize(
+    "backend", ["fa2", pytest.param("fa3", marks=pytest.mark.skipif(not _HOPPER, reason="needs Hopper"))]
+)
+
 
 def _qkv(*shapes, dtype=torch.bfloat16, grad=False):
     return tuple(torch.randn(s, device="cuda", dtype=dtype).requires_grad_(grad) for s in shapes)
@@ -31,10 +37,11 @@ def _grads(out, inputs, dout):
 
 
 @pytest.mark.parametrize("shape", [(70_000, 4, 1, 16), (1, 4, 70_000, 16), (70_000, 4, 2, 16)])
-def test_more_than_65535_batches_or_heads(shape):
+@both
+def test_more_than_65535_batches_or_heads(shape, backend):
     q, k, v = _qkv(shape, shape, shape, dtype=torch.float16, grad=True)
     dout = torch.randn_like(q)
-    out = speedlight.attention(q, k, v, backend="fa2")
+    out = speedlight.attention(q, k, v, backend=backend)
     grads = _grads(out, (q, k, v), dout)
     b, h = (-3, 0) if shape[0] > 1 else (0, -3)
     last = [t[b:, :, h:].detach().double().requires_grad_() for t in (q, k, v)]
@@ -44,12 +51,13 @@ def test_more_than_65535_batches_or_heads(shape):
         _close(grad[b:, :, h:], expected, q.dtype)
 
 
-def test_80000_short_sequences():
+@both
+def test_80000_short_sequences(backend):
     count, length = 80_000, 16
     q, k, v = _qkv(*[(count * length, 2, 32)] * 3, grad=True)
     cu = torch.arange(count + 1, device="cuda", dtype=torch.int32) * length
     dout = torch.randn_like(q)
-    out = speedlight.attention_varlen(q, k, v, cu, cu, causal=True, backend="fa2")
+    out = speedlight.attention_varlen(q, k, v, cu, cu, causal=True, backend=backend)
     grads = _grads(out, (q, k, v), dout)
     for part in (slice(0, length), slice(-length, None)):
         sequence = [t[part][None].detach().double().requires_grad_() for t in (q, k, v)]
@@ -59,7 +67,8 @@ def test_80000_short_sequences():
             _close(grad[part][None], expected, q.dtype)
 
 
-def test_more_than_2_31_elements():
+@both
+def test_more_than_2_31_elements(backend):
     """The last rows of tensors of 2^31 + 2^29 elements, in the batch and in the row direction."""
     heads, dim = 16, 128
     for shape in ((10, 2**17, heads, dim), (1, 10 * 2**17, heads, dim)):
@@ -69,7 +78,7 @@ def test_more_than_2_31_elements():
         v = k.detach().clone().requires_grad_()
         assert k.numel() > 2**31
         dout = torch.randn_like(q)
-        out, lse = speedlight.attention(q, k, v, window=(300, 0), return_lse=True, backend="fa2")
+        out, lse = speedlight.attention(q, k, v, window=(300, 0), return_lse=True, backend=backend)
         dq, dk, dv = _grads(out, (q, k, v), dout)
         last = [t[-1:, -600:, -1:].detach().double().requires_grad_() for t in (q, k, v)]
         ref, ref_lse = reference.attention(*last, window=(300, 0), return_lse=True)
@@ -81,7 +90,8 @@ def test_more_than_2_31_elements():
         del q, k, v, out, lse, dq, dk, dv
 
 
-def test_row_stride_so_long_that_a_tile_spans_2_31_elements():
+@both
+def test_row_stride_so_long_that_a_tile_spans_2_31_elements(backend):
     storage = torch.empty(2**31 + 2**27, device="cuda", dtype=torch.float16)
     rows, stride, dim = 128, 2**24 + 2**10, 64
     k = torch.as_strided(storage, (1, rows, 1, dim), (0, stride, 0, 1))
@@ -90,14 +100,15 @@ def test_row_stride_so_long_that_a_tile_spans_2_31_elements():
     dout = torch.randn_like(q)
     wide = [q.requires_grad_(), k.detach().requires_grad_(), k.detach().requires_grad_()]
     packed = [t.detach().double().requires_grad_() for t in (q, k.contiguous(), k.contiguous())]
-    out, ref = speedlight.attention(*wide, backend="fa2"), reference.attention(*packed)
+    out, ref = speedlight.attention(*wide, backend=backend), reference.attention(*packed)
     _close(out, ref, q.dtype)
     for grad, expected in zip(_grads(out, wide, dout), _grads(ref, packed, dout.double()), strict=True):
         _close(grad, expected, q.dtype)
 
 
 @pytest.mark.parametrize("varlen", [False, True])
-def test_30_runs_are_bitwise_equal(varlen):
+@both
+def test_30_runs_are_bitwise_equal(varlen, backend):
     """With another kernel running on a second stream."""
     q, k, v = _qkv((4, 1000, 8, 128), (4, 1000, 2, 128), (4, 1000, 2, 128), grad=True)
     dout = torch.randn_like(q)
@@ -107,9 +118,9 @@ def test_30_runs_are_bitwise_equal(varlen):
     def run():
         if varlen:
             flat = [t.flatten(0, 1) for t in (q, k, v)]
-            out, lse = speedlight.attention_varlen(*flat, cu, cu, causal=True, return_lse=True, backend="fa2")
+            out, lse = speedlight.attention_varlen(*flat, cu, cu, causal=True, return_lse=True, backend=backend)
             return out, lse, *_grads(out, (q, k, v), dout.flatten(0, 1))
-        out, lse = speedlight.attention(q, k, v, causal=True, return_lse=True, backend="fa2")
+        out, lse = speedlight.attention(q, k, v, causal=True, return_lse=True, backend=backend)
         return out, lse, *_grads(out, (q, k, v), dout)
 
     first = run()
@@ -141,18 +152,19 @@ def test_fp32_is_not_tf32():
     assert 1e-4 < errors[True] < 2e-2, errors  # and the switch does something
 
 
-def test_cuda_graph_replays_on_new_values():
+@both
+def test_cuda_graph_replays_on_new_values(backend):
     q, k, v = _qkv(*[(2, 200, 2, 64)] * 3, grad=True)
     dout = torch.randn_like(q)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):
-            _grads(speedlight.attention(q, k, v, causal=True, backend="fa2"), (q, k, v), dout)
+            _grads(speedlight.attention(q, k, v, causal=True, backend=backend), (q, k, v), dout)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = speedlight.attention(q, k, v, causal=True, backend="fa2")
+        out = speedlight.attention(q, k, v, causal=True, backend=backend)
         grads = _grads(out, (q, k, v), dout)
     for _ in range(3):
         with torch.no_grad():
@@ -161,7 +173,7 @@ def test_cuda_graph_replays_on_new_values():
             for t in (out, *grads):
                 t.fill_(float("nan"))
         graph.replay()
-        fresh = speedlight.attention(q, k, v, causal=True, backend="fa2")
+        fresh = speedlight.attention(q, k, v, causal=True, backend=backend)
         for a, b in zip((out, *grads), (fresh, *_grads(fresh, (q, k, v), dout)), strict=True):
             assert torch.equal(a, b)
 
@@ -174,27 +186,29 @@ def test_cpu_backend_refuses_varlen_in_a_graph():
     torch.cuda.synchronize()
 
 
-def test_no_synchronisation():
+@both
+def test_no_synchronisation(backend):
     q, k, v = _qkv(*[(40, 2, 16)] * 3, grad=True)
     cu = torch.tensor([0, 5, 20], device="cuda", dtype=torch.int32)
     dout = torch.randn_like(q)
-    _grads(speedlight.attention_varlen(q, k, v, cu, cu, backend="fa2"), (q, k, v), dout)
+    _grads(speedlight.attention_varlen(q, k, v, cu, cu, backend=backend), (q, k, v), dout)
     longest = torch.tensor(15, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        out = speedlight.attention_varlen(q, k, v, cu, cu, longest, longest, causal=True, backend="fa2")
+        out = speedlight.attention_varlen(q, k, v, cu, cu, longest, longest, causal=True, backend=backend)
         _grads(out, (q, k, v), dout)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not out.isnan().any()
 
 
-def test_max_seqlen_too_small_does_not_truncate():
+@both
+def test_max_seqlen_too_small_does_not_truncate(backend):
     q, k, v = _qkv(*[(600, 2, 64)] * 3)
     cu = torch.tensor([0, 500, 600], device="cuda", dtype=torch.int32)
     assert torch.equal(
-        speedlight.attention_varlen(q, k, v, cu, cu, 7, 7, backend="fa2"),
-        speedlight.attention_varlen(q, k, v, cu, cu, backend="fa2"),
+        speedlight.attention_varlen(q, k, v, cu, cu, 7, 7, backend=backend),
+        speedlight.attention_varlen(q, k, v, cu, cu, backend=backend),
     )
 
 
@@ -214,7 +228,8 @@ def test_at_most_four_kernels_for_a_hundred_lengths():
     assert all(after - first <= 4 for after, first in zip(compiled(), before, strict=True)), (before, compiled())
 
 
-def test_prepared_launches_equal_plain_ones():
+@both
+def test_prepared_launches_equal_plain_ones(backend):
     """The repeated launch, which bypasses Triton's own, must not mix up arguments, also for other alignments."""
     from speedlight import launch
 
@@ -222,9 +237,9 @@ def test_prepared_launches_equal_plain_ones():
     for offset in (0, 1, 8):
         q, k, v = (base[n][..., offset : offset + 64] for n in range(3))
         launch._PLANS.clear()
-        first = speedlight.attention(q, k, v, causal=True, backend="fa2")
-        again = speedlight.attention(q.clone(), k, v.clone(), causal=True, backend="fa2")
-        assert torch.equal(first, speedlight.attention(q, k, v, causal=True, backend="fa2"))
+        first = speedlight.attention(q, k, v, causal=True, backend=backend)
+        again = speedlight.attention(q.clone(), k, v.clone(), causal=True, backend=backend)
+        assert torch.equal(first, speedlight.attention(q, k, v, causal=True, backend=backend))
         assert torch.equal(first, again) or offset  # the clones are aligned: other tile, other rounding
         _close(again, reference.attention(q, k, v, causal=True), q.dtype)
 
@@ -256,12 +271,13 @@ def test_memory_does_not_depend_on_the_longest_sequence():
     assert abs(peaks[0] - peaks[1]) < 0.05 * peaks[1], peaks
 
 
-def test_inference_keeps_only_the_output():
+@both
+def test_inference_keeps_only_the_output(backend):
     q, k, v = _qkv(*[(1, 4096, 4, 64)] * 3)
     with torch.inference_mode():
-        speedlight.attention(q, k, v, backend="fa2")
+        speedlight.attention(q, k, v, backend=backend)
         before = torch.cuda.memory_allocated()
-        out = speedlight.attention(q, k, v, backend="fa2")
+        out = speedlight.attention(q, k, v, backend=backend)
         assert torch.cuda.memory_allocated() - before == out.numel() * out.element_size()
 
 
@@ -278,17 +294,86 @@ def test_refused_options_run_through_cpu_maths_with_one_warning():
     assert_close(outs[0], reference.attention(q, k, v, alibi_slopes=slopes))
 
 
-def test_two_streams_at_once():
+@both
+def test_two_streams_at_once(backend):
     """200 launches on each of two streams, outputs poisoned before: bitwise those of one stream."""
     inputs = [_qkv(*[(2, 777, 4, 64)] * 3) for _ in range(2)]
-    expected = [speedlight.attention(*x, causal=True, backend="fa2") for x in inputs]
+    expected = [speedlight.attention(*x, causal=True, backend=backend) for x in inputs]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
     results: list[list[torch.Tensor]] = [[], []]
     for _ in range(200):
         for n, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                results[n].append(speedlight.attention(*inputs[n], causal=True, backend="fa2"))
+                results[n].append(speedlight.attention(*inputs[n], causal=True, backend=backend))
     torch.cuda.synchronize()
     for n in range(2):
         assert all(torch.equal(out, expected[n]) for out in results[n])
+
+
+@both
+def test_two_graphs_at_once(backend):
+    """Two graphs of the same call, replayed on two streams at once, 200 times each, outputs poisoned before."""
+    inputs = [_qkv(*[(2, 777, 4, 64)] * 3) for _ in range(2)]
+    expected = [speedlight.attention(*x, causal=True, backend=backend) for x in inputs]
+    graphs, outs = [], []
+    for x in inputs:
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            outs.append(speedlight.attention(*x, causal=True, backend=backend))
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    wrong = [torch.zeros((), device="cuda", dtype=torch.int64) for _ in inputs]
+    torch.cuda.synchronize()
+    for _ in range(200):
+        for n, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                outs[n].fill_(float("nan"))
+                graphs[n].replay()
+                wrong[n] += (outs[n] != expected[n]).sum()
+    torch.cuda.synchronize()
+    assert [int(w) for w in wrong] == [0, 0]
+
+
+@pytest.mark.skipif(not _HOPPER, reason="needs Hopper")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_fa3_never_reads_or_writes_a_neighbour(head_dim):
+    """Sequences that end inside a tile, beside sequences full of NaN; and every row of out and lse is written."""
+    lengths = [(200, 333), (70, 70), (1, 500), (0, 40), (300, 0), (129, 127)]
+    cu_q, cu_k = (torch.tensor([0, *n], device="cuda").cumsum(0).int() for n in zip(*lengths, strict=True))
+    q, k, v = _qkv(*[(int(cu[-1]), 2, head_dim) for cu in (cu_q, cu_k, cu_k)])
+    for n, (rows, keys) in enumerate(lengths):
+        poisoned = [t.clone() for t in (q, k, v)]
+        for m in range(len(lengths)):
+            if m != n:
+                for t, cu in zip(poisoned, (cu_q, cu_k, cu_k), strict=True):
+                    t[cu[m] : cu[m + 1]] = float("nan")
+        for options in (dict(causal=True), dict(window=(40, 10)), {}):
+            out, lse = speedlight.attention_varlen(*poisoned, cu_q, cu_k, return_lse=True, backend="fa3", **options)
+            at_q, at_k = slice(cu_q[n], cu_q[n + 1]), slice(cu_k[n], cu_k[n + 1])
+            ref, ref_lse = reference.attention(q[at_q][None], k[at_k][None], v[at_k][None], return_lse=True, **options)
+            if rows:
+                _close(out[at_q][None], ref, q.dtype)
+                seen = ref_lse.isfinite()
+                assert torch.equal(lse[:, at_q][None].isfinite(), seen), (rows, keys, options)
+                assert (lse[:, at_q][None].double() - ref_lse)[seen].abs().max() < 1e-4 if seen.any() else True
+
+
+@pytest.mark.skipif(not _HOPPER, reason="needs Hopper")
+def test_fa3_leaves_to_fa2_what_tma_cannot_address():
+    """Odd strides and offsets: the same numbers as fa2 itself, and no copy of an input."""
+    base = torch.randn(2, 100, 2, 80, device="cuda", dtype=torch.bfloat16)
+    odd = [base[..., n : n + 64] for n in (1, 3, 5)]
+    expanded = [base[:1, ..., :64].expand(2, 100, 2, 64)] * 3
+    for q, k, v in (odd, expanded):
+        out = speedlight.attention(q, k, v, causal=True, backend="fa3")
+        assert torch.equal(out, speedlight.attention(q, k, v, causal=True, backend="fa2"))
+
+
+@pytest.mark.skipif(not _HOPPER, reason="needs Hopper")
+def test_fa3_is_no_less_accurate_than_it_has_to_be():
+    """The error of out against float64 is that of rounding P and out once each, in bf16 and fp16."""
+    for dtype, bound in ((torch.bfloat16, 3.0e-3), (torch.float16, 4.0e-4)):
+        q, k, v = _qkv(*[(1, 1024, 2, 128)] * 3, dtype=dtype)
+        ref = reference.attention(q, k, v)
+        out = speedlight.attention(q, k, v, backend="fa3")
+        assert (out.double() - ref).norm() <= bound * ref.norm()

@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 
 from speedlight import launch
+from speedlight.backends import fa3
 from speedlight.backends.contract import Needs
 from speedlight.problem import describe
 from speedlight.target import Target
@@ -88,13 +89,15 @@ def launches(backend: ModuleType, target: Target, variant: Variant) -> dict[str,
     problem, inputs = describe(q, k, v, *((lengths, lengths) if variant.varlen else ()), **options)
     if variant.tf32:
         problem = dataclasses.replace(problem, fp32_precision="tf32")
-    reason = backend.supports(problem, target)
+    with mock.patch.object(fa3, "unverified", lambda: None):
+        reason = backend.supports(problem, target)
     if reason is not None:
         return reason
     with _captured(backend, target) as found:
         out, lse = backend.forward(problem, inputs)
         dout, dlse = torch.empty_like(out), torch.empty_like(lse) if variant.dlse else None
-        backend.backward(problem, inputs, out, lse, dout, dlse, variant.needs)
+        if backend is not fa3:  # whose backward is fa2's
+            backend.backward(problem, inputs, out, lse, dout, dlse, variant.needs)
     return found
 
 
@@ -107,7 +110,14 @@ def _captured(backend: ModuleType, target: Target) -> Iterator[dict[str, launch.
         for record in [records] if isinstance(records, launch.Launch) else records:
             found[record.kernel.__name__.removeprefix("_attn_").removesuffix("_kernel")] = record
 
-    with mock.patch.object(launch, "run", keep), mock.patch.object(backend, "target_of", lambda device: target):
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(launch, "run", keep))
+        if backend is fa3:
+            counter = torch.empty(2, dtype=torch.int32, device="meta")
+            patches.enter_context(mock.patch.object(fa3, "_counter", lambda device: counter))
+            patches.enter_context(mock.patch.object(fa3, "_num_sms", lambda device: 132))
+        else:
+            patches.enter_context(mock.patch.object(backend, "target_of", lambda device: target))
         yield found
 
 

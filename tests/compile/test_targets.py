@@ -7,6 +7,7 @@ same input every time); tools/compile_all.py goes through the combinations.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from types import ModuleType
 from typing import NamedTuple
@@ -34,8 +35,9 @@ from lowering import (
     unaligned,
 )
 
-from speedlight.backends import fa1, fa2
+from speedlight.backends import fa1, fa2, fa3
 from speedlight.backends.fa2.tiles import BACKWARD, BACKWARD_SMALL, FORWARD, FORWARD_SMALL, family
+from speedlight.backends.fa3 import tiles as fa3_tiles
 from speedlight.target import Target
 
 # The instruction of the matrix units. Triton has none for Turing, and NVIDIA none for float32 as such.
@@ -53,6 +55,7 @@ SPILLS = {
     "fa1 sm_100 fwd": ((0, 48, 0), (0, 0, 0)),
     "fa1 sm_120 fwd": ((0, 88, 0), (0, 0, 0)),
     "fa1 sm_120 bwd": ((120, 0, 0), (0, 0, 0)),
+    "fa3 sm_90 fwd": ((128, 0, 240), (8, 16, 352)),
     "fa2 sm_75 bwd_dkdv": ((0, 0, 328), (56, 40, 576)),
     "fa2 sm_75 bwd_dq": ((0, 0, 200), (0, 0, 216)),
     "fa2 sm_75 bwd_dkdv_float32": ((0, 216, 208), (0, 0, 0)),
@@ -107,6 +110,13 @@ def checks() -> Iterator[Check]:
                 yield Check(fa2, target, unaligned(dim, half))
         for dim, *_ in fa1._TILES[family(target)]:
             yield Check(fa1, target, causal(dim, half))
+        if str(target) == "sm_90":
+            for variant in (plain, causal, everything):
+                for dim in (64, 128, 256):
+                    yield Check(fa3, target, variant(dim, half))
+            # Longer than its tile for short masked sequences serves.
+            yield Check(fa3, target, dataclasses.replace(causal(64, half), seqlen=2 * fa3_tiles.SHORT))
+            yield Check(fa3, target, dataclasses.replace(causal(192, half), head_dim_v=128))
 
 
 CHECKS = list(checks())
@@ -166,3 +176,4 @@ def test_tile_row(compiled, number):
             # Serialised code waits after each of them.
             waits, products = code.count("WARPGROUP.DEPBAR"), code.count("HGMMA")
             assert 2 * waits <= products, f"{name} of {check}: {waits} waits for {products} products"
+            assert (code.count("UTMALDG") > 0) == (check.backend is fa3), f"{name} of {check}"

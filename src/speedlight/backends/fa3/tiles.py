@@ -40,12 +40,12 @@ _D64_SHORT_CAUSAL = FwdTile(2, 128, 4, (240, 24), q_in_registers=True, weights_f
 _D128 = FwdTile(2, 128, 2, (240, 24))
 _D256 = FwdTile(2, 64, 2, (240, 24), pingpong=False, share_o=True)
 TILES = (_D64, _D64_SHORT_CAUSAL, _D128, _D256)
-_SHORT = 4096  # keys
+SHORT = 4096  # keys
 
 
 def forward_tile(problem: AttentionProblem) -> FwdTile:
     dim = block_dim(max(problem.head_dim, problem.head_dim_v))
     if dim <= 64:
         masked = problem.window_left is not None or problem.window_right is not None
-        return _D64_SHORT_CAUSAL if masked and problem.seqlen_k <= _SHORT else _D64
+        return _D64_SHORT_CAUSAL if masked and problem.seqlen_k <= SHORT else _D64
     return _D128 if dim <= 128 else _D256
