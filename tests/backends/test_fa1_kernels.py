@@ -114,10 +114,13 @@ def test_barriers_part_loads_and_stores_of_the_state(name, group_size):
     lse = torch.empty(problem.lse_shape, device="meta")
     state = torch.empty(*problem.lse_shape, 64, device="meta")
     forward, backward = fa1.tiles(problem, target)
+    read = {"q": q, "k": k, "v": k}
     for record, stored, after in (
-        (fa1.forward_launch(problem, (q, k, k, state, lse, lse), forward), 3, 0),
-        (fa1.backward_launch(problem, (q, k, k, q, q, lse, None, state, k, k), backward), 1, 2),
-    ):
+        (fa1.forward_launch(problem, {**read, "o": state, "row_l": lse, "row_m": lse}, forward), 3, 0),
+        (fa1.backward_launch(
+            problem, {**read, "out": q, "dout": q, "lse": lse, "dq": state, "dk": k, "dv": k}, backward
+        ), 1, 2),
+    ):  # fmt: skip
         ttgir = launch.lower(record, target).asm["ttgir"]
         memory = [op for op in re.findall(r"tt\.load|tt\.store|barrier", ttgir)]
         stores = ["barrier", *["tt.store"] * stored]

@@ -310,11 +310,11 @@ def _consumer(
     shared, WG: gl.constexpr, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, HEAD_DIM_V: gl.constexpr,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     MASK_FIRST: gl.constexpr, MASK_ALL: gl.constexpr, RAGGED: gl.constexpr, SOFTCAP: gl.constexpr,
-    SCALE_FIRST: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, SHARE_O: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr,
-    WEIGHTS_FIRST: gl.constexpr,
+    SCALE_FIRST: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, SHARE_O: gl.constexpr,
+    NAMED: gl.constexpr, QREG: gl.constexpr, WEIGHTS_FIRST: gl.constexpr,
 ):  # fmt: skip
     outputs, queries, ring, notes, turn, num_heads, seqlen_q, seqlen_k, left, right, scale, softcap = shared
-    out_tiles, out, lse, o_s = outputs
+    _out_tiles, out, lse, _o_s = outputs
     q_s, q_full, q_empty = queries
     k_s, v_s, k_full, k_empty, v_full, v_empty = ring
     facts_empty = notes[2]
@@ -631,11 +631,11 @@ def _attn_fwd_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, OVERLAP, SHARE_O, NAMED, QREG,
-                             WEIGHTS_FIRST)),
+                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, OVERLAP, SHARE_O, NAMED,
+                             QREG, WEIGHTS_FIRST)),
                 (_consumer, (shared, 1, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, OVERLAP, SHARE_O, NAMED, QREG,
-                             WEIGHTS_FIRST)),
+                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, OVERLAP, SHARE_O, NAMED,
+                             QREG, WEIGHTS_FIRST)),
                 (_producer, (q, k, v, queries, ring, notes, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                              batch, num_heads, group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right,
                              NWG, BLOCK_N, NST, QBUF, NAMED)),
@@ -646,14 +646,14 @@ def _attn_fwd_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, OVERLAP, SHARE_O, NAMED, QREG,
-                             WEIGHTS_FIRST)),
+                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, OVERLAP, SHARE_O, NAMED,
+                             QREG, WEIGHTS_FIRST)),
                 (_consumer, (shared, 1, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, OVERLAP, SHARE_O, NAMED, QREG,
-                             WEIGHTS_FIRST)),
+                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, OVERLAP, SHARE_O, NAMED,
+                             QREG, WEIGHTS_FIRST)),
                 (_consumer, (shared, 2, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, OVERLAP, SHARE_O, NAMED, QREG,
-                             WEIGHTS_FIRST)),
+                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, OVERLAP, SHARE_O, NAMED,
+                             QREG, WEIGHTS_FIRST)),
                 (_producer, (q, k, v, queries, ring, notes, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                              batch, num_heads, group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right,
                              NWG, BLOCK_N, NST, QBUF, NAMED)),
