@@ -359,6 +359,28 @@ def test_fa3_never_reads_or_writes_a_neighbour(head_dim):
 
 
 @pytest.mark.skipif(not _HOPPER, reason="needs Hopper")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("options", [dict(causal=True), dict(window=(50, 20)), {}], ids=str)
+def test_fa3_passes_from_tile_to_tile(head_dim, options):
+    """Many tiles for each program, long and short, without keys and without rows, in any order: what a program carries
+    from one to the next must not show."""
+    generator = torch.Generator().manual_seed(head_dim)
+    lengths = torch.randint(0, 400, (2, 250), generator=generator)
+    lengths[0, ::7] = 0
+    lengths[1, ::5] = 0
+    cu_q, cu_k = (torch.cat([torch.zeros(1), n.cumsum(0)]).int().cuda() for n in lengths)
+    q, k, v = _qkv(*[(int(cu[-1]) + 100, 4, head_dim) for cu in (cu_q, cu_k, cu_k)])
+    out, lse = speedlight.attention_varlen(q, k, v, cu_q, cu_k, return_lse=True, backend="fa3", **options)
+    ref, ref_lse = reference.attention_varlen(q, k, v, cu_q, cu_k, return_lse=True, **options)
+    _close(out, ref, q.dtype)
+    seen = ref_lse.isfinite()
+    assert torch.equal(lse.isfinite(), seen)
+    assert (lse.double() - ref_lse)[seen].abs().max() < 1e-4
+    q, k, v = _qkv(*[(16, 400, 8, head_dim)] * 3)
+    _close(speedlight.attention(q, k, v, backend="fa3", **options), reference.attention(q, k, v, **options), q.dtype)
+
+
+@pytest.mark.skipif(not _HOPPER, reason="needs Hopper")
 def test_fa3_leaves_to_fa2_what_tma_cannot_address():
     """Odd strides and offsets: the same numbers as fa2 itself, and no copy of an input."""
     base = torch.randn(2, 100, 2, 80, device="cuda", dtype=torch.bfloat16)
