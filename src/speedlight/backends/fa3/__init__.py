@@ -133,7 +133,6 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: FwdTile, n
         "BLOCK_N": tile.block_n,
         "NST": tile.num_stages,
         "PINGPONG": tile.pingpong,
-        "OVERLAP": tile.overlap,
         "SHARE_O": tile.share_o and block_d == block_dv,
         "NAMED": NAMED_BARRIERS,
         "QREG": tile.q_in_registers,

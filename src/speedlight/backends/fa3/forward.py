@@ -84,7 +84,7 @@ def _receive(notes, n):
 def _producer(
     q, k, v, queries, ring, notes, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, batch, num_heads,
     group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right, NWG: gl.constexpr, BLOCK_N: gl.constexpr,
-    NST: gl.constexpr, QBUF: gl.constexpr, NAMED: gl.constexpr,
+    NST: gl.constexpr, NAMED: gl.constexpr,
 ):  # fmt: skip
     q_s, q_full, q_empty = queries
     k_s, v_s, k_full, k_empty, v_full, v_empty = ring
@@ -129,11 +129,9 @@ def _producer(
                 tma_load(k, [batch_row, row, hk, 0], k_full.index(stage), k_s.index(stage))
                 if n == 0:  # after the first K, which has room while the consumers still hold the old Q
                     for w in gl.static_range(NWG):
-                        buffer = (queries_before % QBUF) * NWG + w
-                        mbarrier.wait(q_empty.index(buffer), ((queries_before // QBUF) & 1) ^ 1)
-                        mbarrier.expect(q_full.index(buffer), q.block_type.nbytes)
-                        q_row = q_start + start_m + w * 64
-                        tma_load(q, [batch_row, q_row, h, 0], q_full.index(buffer), q_s.index(buffer))
+                        mbarrier.wait(q_empty.index(w), (queries_before & 1) ^ 1)
+                        mbarrier.expect(q_full.index(w), q.block_type.nbytes)
+                        tma_load(q, [batch_row, q_start + start_m + w * 64, h, 0], q_full.index(w), q_s.index(w))
                     queries_before += 1
                 _acquire(v_empty, blocks_before, 12, NWG, NST, NAMED)
                 mbarrier.expect(v_full.index(stage), v.block_type.nbytes)
@@ -300,27 +298,20 @@ def _weights(s, m_i, scale, SCALED: gl.constexpr):
 
 
 @gluon.jit
-def _issue_scores(q, k_s, stage, layout: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr):
-    kt = k_s.index(stage).reshape([BLOCK_N, BLOCK_D]).permute((1, 0))
-    return warpgroup_mma(q, kt, gl.zeros([64, BLOCK_N], gl.float32, layout), use_acc=False, is_async=True)
-
-
-@gluon.jit
 def _consumer(
     shared, WG: gl.constexpr, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, HEAD_DIM_V: gl.constexpr,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     MASK_FIRST: gl.constexpr, MASK_ALL: gl.constexpr, RAGGED: gl.constexpr, SOFTCAP: gl.constexpr,
-    SCALE_FIRST: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, SHARE_O: gl.constexpr,
-    NAMED: gl.constexpr, QREG: gl.constexpr, WEIGHTS_FIRST: gl.constexpr,
+    SCALE_FIRST: gl.constexpr, PINGPONG: gl.constexpr, SHARE_O: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr,
+    WEIGHTS_FIRST: gl.constexpr,
 ):  # fmt: skip
     outputs, queries, ring, notes, turn, num_heads, seqlen_q, seqlen_k, left, right, scale, softcap = shared
-    _out_tiles, out, lse, _o_s = outputs
+    out_tiles, out, lse, o_s = outputs
     q_s, q_full, q_empty = queries
     k_s, v_s, k_full, k_empty, v_full, v_empty = ring
     facts_empty = notes[2]
     BLOCK_M: gl.constexpr = NWG * 64
     SCALED: gl.constexpr = SOFTCAP or SCALE_FIRST
-    QBUF: gl.constexpr = 2 if OVERLAP and not QREG else 1
     dtype: gl.constexpr = q_s.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
@@ -329,85 +320,46 @@ def _consumer(
     if PINGPONG and NAMED and WG == NWG - 1:
         _pass_turn(turn, WG, NWG, NAMED)  # warpgroup 0 goes first
     it = 0
-    tile = 0  # number of the tile that comes next
-    with_keys = 0  # tiles so far that read Q
-    # Of the tile in progress, if there is one: its last P V and its end are still to come.
-    pending = 0
-    lowest = gl.full([64], _LOWEST, gl.float32, row_layout)
-    m_i = lowest
-    alpha = gl.full([64], 1.0, gl.float32, row_layout)
-    o = gl.zeros([64, BLOCK_DV], gl.float32, o_layout)
-    zero_s = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
-    l_i = _row_sum(zero_s, BLOCK_N)
-    pairs = _pack(zero_s, dtype, BLOCK_N)
-    more = _receive(notes, tile)
-    while more + pending > 0:
-        start_m = _fact(notes, tile, 1)
-        used_q = _fact(notes, tile, 2) if RAGGED else seqlen_q
-        used_k = _fact(notes, tile, 3) if RAGGED else seqlen_k
+    tiles_before = 0
+    queries_before = 0
+    while _receive(notes, tiles_before) > 0:
+        start_m = _fact(notes, tiles_before, 1)
+        used_q = _fact(notes, tiles_before, 2) if RAGGED else seqlen_q
+        used_k = _fact(notes, tiles_before, 3) if RAGGED else seqlen_k
         row = start_m + WG * 64
         first, count = _key_blocks(start_m, used_q, used_k, left, right, BLOCK_M, BLOCK_N)
         # V rows that no row of the sequence sees must not take part, whatever they hold.
         seen_lo, _seen_hi = seen_keys(used_q, used_k, left, right)
-        begins = (more > 0) & (count > 0)
-        if not OVERLAP:
-            begins = begins & (pending == 0)
-        if begins:
-            # The last key block.
-            buffer = WG
-            if QBUF == 2:
-                buffer += (with_keys & 1) * NWG
-            mbarrier.wait(q_full.index(buffer), (with_keys // QBUF) & 1)
-            q = q_s.index(buffer).reshape([64, BLOCK_D])
+        if count > 0:
+            # The last key block, alone.
+            m_i = gl.full([64], _LOWEST, gl.float32, row_layout)
+            o = gl.zeros([64, BLOCK_DV], gl.float32, o_layout)
+            mbarrier.wait(q_full.index(WG), queries_before & 1)
+            q = q_s.index(WG).reshape([64, BLOCK_D])
             if QREG:
                 q = q.load(gl.DotOperandLayout(0, s_layout, 2))
-                mbarrier.arrive(q_empty.index(buffer), count=1)
+                if not SHARE_O:
+                    mbarrier.arrive(q_empty.index(WG), count=1)
             stage = it % NST
             mbarrier.wait(k_full.index(stage), (it // NST) & 1)
+            _wait_turn(turn, it, WG, PINGPONG, NAMED)
+            zero_s = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
+            s_token = warpgroup_mma(
+                q, k_s.index(stage).reshape([BLOCK_N, BLOCK_D]).permute((1, 0)), zero_s, use_acc=False, is_async=True
+            )
+            if PINGPONG:
+                _pass_turn(turn, WG, NWG, NAMED)
+            s = warpgroup_mma_wait(0, deps=[s_token])
+            _release(k_empty, stage, 5, NWG, NAMED)
+            s = _score(s, scale, softcap, SOFTCAP, SCALE_FIRST)
             start_n = (first + count - 1) * BLOCK_N
-            if pending > 0:  # never without OVERLAP, but Triton 3.6 crashes if that is decided at compile time
-                # The last product of the tile before runs beside the first softmax of this one.
-                before = (it - 1) % NST
-                o = _rescaled(o, alpha)  # not after the next lines, as below: there ptxas would run out of registers
-                _wait_turn(turn, it, WG, PINGPONG, NAMED)
-                s_token = _issue_scores(q, k_s, stage, s_layout, BLOCK_N, BLOCK_D)
-                mbarrier.wait(v_full.index(before), ((it - 1) // NST) & 1)
-                p16 = _unpack(pairs, dtype, p_layout, BLOCK_N)
-                o_token = warpgroup_mma(p16, v_s.index(before).reshape([BLOCK_N, BLOCK_DV]), o, is_async=True)
-                if PINGPONG:
-                    _pass_turn(turn, WG, NWG, NAMED)
-                s = warpgroup_mma_wait(1, deps=[s_token])
-                _release(k_empty, stage, 5, NWG, NAMED)
-                s = _score(s, scale, softcap, SOFTCAP, SCALE_FIRST)
-                if MASK_FIRST:
-                    s = _mask(s, start_n, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N)
-                m_new = _row_max(s, lowest, scale, SCALED)
-                p = _weights(s, m_new, scale, SCALED)
-                l_new = _row_sum(p, BLOCK_N)
-                mbarrier.wait(k_full.index((it + 1) % NST), ((it + 1) // NST) & 1, pred=count > 1)
-                o, p16, p, l_new = warpgroup_mma_wait(0, deps=[o_token, p16, p, l_new])
-                _release(v_empty, before, 12, NWG, NAMED)
-                pairs = _pack(p, dtype, BLOCK_N)
-                _finish(o, m_i, l_i, outputs, notes, tile - 1, num_heads, seqlen_q, WG, HEAD_DIM_V, BLOCK_DV, RAGGED)
-                mbarrier.arrive(facts_empty.index((tile - 1) & 1), count=1)
-                m_i = m_new
-                l_i = l_new
-            else:
-                _wait_turn(turn, it, WG, PINGPONG, NAMED)
-                s_token = _issue_scores(q, k_s, stage, s_layout, BLOCK_N, BLOCK_D)
-                if PINGPONG:
-                    _pass_turn(turn, WG, NWG, NAMED)
-                s = warpgroup_mma_wait(0, deps=[s_token])
-                _release(k_empty, stage, 5, NWG, NAMED)
-                s = _score(s, scale, softcap, SOFTCAP, SCALE_FIRST)
-                if MASK_FIRST:
-                    s = _mask(s, start_n, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N)
-                m_i = _row_max(s, lowest, scale, SCALED)
-                p = _weights(s, m_i, scale, SCALED)
-                l_i = _row_sum(p, BLOCK_N)
-                pairs = _pack(p, dtype, BLOCK_N)
-            o = gl.zeros([64, BLOCK_DV], gl.float32, o_layout)
-            alpha = gl.full([64], 1.0, gl.float32, row_layout)
+            if MASK_FIRST:
+                s = _mask(s, start_n, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N)
+            m_i = _row_max(s, m_i, scale, SCALED)
+            p = _weights(s, m_i, scale, SCALED)
+            alpha = m_i * 0.0 + 1.0
+            l_i = _row_sum(p, BLOCK_N)
+            pairs = _pack(p, dtype, BLOCK_N)
             if RAGGED or HAS_LEFT:
                 if (start_n < seen_lo) | (start_n + BLOCK_N > used_k):
                     mbarrier.wait(v_full.index(stage), (it // NST) & 1)
@@ -422,7 +374,11 @@ def _consumer(
                 before = (it - 1) % NST
                 v_tile = v_s.index(before).reshape([BLOCK_N, BLOCK_DV])
                 _wait_turn(turn, it, WG, PINGPONG, NAMED)
-                s_token = _issue_scores(q, k_s, stage, s_layout, BLOCK_N, BLOCK_D)
+                zero_s = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
+                s_token = warpgroup_mma(
+                    q, k_s.index(stage).reshape([BLOCK_N, BLOCK_D]).permute((1, 0)), zero_s, use_acc=False,
+                    is_async=True,
+                )  # fmt: skip
                 mbarrier.wait(v_full.index(before), ((it - 1) // NST) & 1)
                 # S is on its way. The no-op keeps LLVM from moving the product back to where alpha was made.
                 alpha = gl.inline_asm_elementwise(
@@ -461,75 +417,55 @@ def _consumer(
                         _clear_rows(v_now, seen_lo - start_n, BLOCK_N, BLOCK_N, BLOCK_DV)
                 it += 1
 
-            if not QREG and not SHARE_O:
-                mbarrier.arrive(q_empty.index(buffer), count=1)
-            with_keys += 1
-            pending = 1
-            tile += 1
-            more = _receive(notes, tile)
-        else:
-            if pending > 0:
-                before = (it - 1) % NST
-                mbarrier.wait(v_full.index(before), ((it - 1) // NST) & 1)
-                o = _rescaled(o, alpha)
-                p16 = _unpack(pairs, dtype, p_layout, BLOCK_N)
-                o_token = warpgroup_mma(p16, v_s.index(before).reshape([BLOCK_N, BLOCK_DV]), o, is_async=True)
-                o = warpgroup_mma_wait(0, deps=[o_token])
-                _release(v_empty, before, 12, NWG, NAMED)
-                _finish(o, m_i, l_i, outputs, notes, tile - 1, num_heads, seqlen_q, WG, HEAD_DIM_V, BLOCK_DV, RAGGED)
-                mbarrier.arrive(facts_empty.index((tile - 1) & 1), count=1)
-                if SHARE_O:
-                    tma.store_wait(0)
-                    mbarrier.arrive(q_empty.index(WG), count=1)
-                pending = 0
+            if not SHARE_O and not QREG:
+                mbarrier.arrive(q_empty.index(WG), count=1)
+            o = _rescaled(o, alpha)
+            before = (it - 1) % NST
+            mbarrier.wait(v_full.index(before), ((it - 1) // NST) & 1)
+            p16 = _unpack(pairs, dtype, p_layout, BLOCK_N)
+            o_token = warpgroup_mma(p16, v_s.index(before).reshape([BLOCK_N, BLOCK_DV]), o, is_async=True)
+            l_sum = gl.convert_layout(gl.sum(l_i, 1), row_layout)
+            o = warpgroup_mma_wait(0, deps=[o_token])
+            _release(v_empty, before, 12, NWG, NAMED)
+
+            q_start, q_rows, b, h = _place(notes, tiles_before, seqlen_q, RAGGED)
+            offs_m = row + gl.arange(0, 64, row_layout)
+            sees = (l_sum != 0.0) & (offs_m < used_q)
+            lse_i = gl.where(sees, (m_i + gl.log2(l_sum)) * LN_2, float("-inf"))
+            gl.store(lse + (b * num_heads + h).to(gl.int64) * seqlen_q + q_start + offs_m, lse_i, mask=offs_m < q_rows)
+            o = _rescaled(o, gl.where(sees, 1.0 / l_sum, 0.0))
+            o = gl.where(gl.expand_dims(gl.convert_layout(sees, gl.SliceLayout(1, o_layout)), 1), o, 0.0)
+            o_tile = o_s.index(WG)
+            o_rows = o_tile.reshape([64, BLOCK_DV])
+            if not SHARE_O:
+                tma.store_wait(0)
+            o_rows.store(o.to(dtype))
+            fence_async_shared()
+            if RAGGED:
+                if row + 64 <= q_rows:
+                    tma_store(out_tiles, [b, q_start + row, h, 0], o_tile)
+                else:
+                    first_row = (b.to(gl.int64) * seqlen_q + q_start + row) * num_heads + h
+                    _store_rows(out + first_row * HEAD_DIM_V, o_rows, num_heads * HEAD_DIM_V, q_rows - row, HEAD_DIM_V,
+                                BLOCK_DV)  # fmt: skip
             else:
-                q_start, q_rows, b, h = _place(notes, tile, seqlen_q, RAGGED)
-                offs_m = row + gl.arange(0, 64, row_layout)
-                hidden = gl.full([64], float("-inf"), gl.float32, row_layout)
-                lse_row = lse + (b * num_heads + h).to(gl.int64) * seqlen_q + q_start
-                gl.store(lse_row + offs_m, hidden, mask=offs_m < q_rows)
-                first_row = (b.to(gl.int64) * seqlen_q + q_start + row) * num_heads + h
-                out_row = out + first_row * HEAD_DIM_V
-                _store_zeros(out_row, num_heads * HEAD_DIM_V, q_rows - row, HEAD_DIM_V, BLOCK_DV)
-                mbarrier.arrive(facts_empty.index(tile & 1), count=1)
-                tile += 1
-                more = _receive(notes, tile)
+                tma_store(out_tiles, [b, row, h, 0], o_tile)
+            if SHARE_O:
+                tma.store_wait(0)
+                mbarrier.arrive(q_empty.index(WG), count=1)
+            queries_before += 1
+        else:
+            q_start, q_rows, b, h = _place(notes, tiles_before, seqlen_q, RAGGED)
+            offs_m = row + gl.arange(0, 64, row_layout)
+            hidden = gl.full([64], float("-inf"), gl.float32, row_layout)
+            gl.store(lse + (b * num_heads + h).to(gl.int64) * seqlen_q + q_start + offs_m, hidden, mask=offs_m < q_rows)
+            first_row = (b.to(gl.int64) * seqlen_q + q_start + row) * num_heads + h
+            _store_zeros(out + first_row * HEAD_DIM_V, num_heads * HEAD_DIM_V, q_rows - row, HEAD_DIM_V, BLOCK_DV)
+        mbarrier.arrive(facts_empty.index(tiles_before & 1), count=1)
+        tiles_before += 1
     if PINGPONG and NAMED and WG == 0:
         _wait_turn(turn, it, WG, PINGPONG, NAMED)  # the last turn that was passed
     tma.store_wait(0)
-
-
-@gluon.jit
-def _finish(o, m_i, l_i, outputs, notes, n, num_heads, seqlen_q, WG: gl.constexpr, HEAD_DIM_V: gl.constexpr,
-            BLOCK_DV: gl.constexpr, RAGGED: gl.constexpr):  # fmt: skip
-    """Divide, and store out and lse of tile number n."""
-    out_tiles, out, lse, o_s = outputs
-    row_layout: gl.constexpr = m_i.type.layout
-    o_layout: gl.constexpr = o.type.layout
-    row = _fact(notes, n, 1) + WG * 64
-    used_q = _fact(notes, n, 2) if RAGGED else seqlen_q
-    q_start, q_rows, b, h = _place(notes, n, seqlen_q, RAGGED)
-    l_sum = gl.convert_layout(gl.sum(l_i, 1), row_layout)
-    offs_m = row + gl.arange(0, 64, row_layout)
-    sees = (l_sum != 0.0) & (offs_m < used_q)
-    lse_i = gl.where(sees, (m_i + gl.log2(l_sum)) * LN_2, float("-inf"))
-    gl.store(lse + (b * num_heads + h).to(gl.int64) * seqlen_q + q_start + offs_m, lse_i, mask=offs_m < q_rows)
-    o = _rescaled(o, gl.where(sees, 1.0 / l_sum, 0.0))
-    o = gl.where(gl.expand_dims(gl.convert_layout(sees, gl.SliceLayout(1, o_layout)), 1), o, 0.0)
-    o_tile = o_s.index(WG)
-    o_rows = o_tile.reshape([64, BLOCK_DV])
-    tma.store_wait(0)
-    o_rows.store(o.to(o_s.dtype))
-    fence_async_shared()
-    if RAGGED:
-        if row + 64 <= q_rows:
-            tma_store(out_tiles, [b, q_start + row, h, 0], o_tile)
-        else:
-            first_row = (b.to(gl.int64) * seqlen_q + q_start + row) * num_heads + h
-            out_row = out + first_row * HEAD_DIM_V
-            _store_rows(out_row, o_rows, num_heads * HEAD_DIM_V, q_rows - row, HEAD_DIM_V, BLOCK_DV)
-    else:
-        tma_store(out_tiles, [b, row, h, 0], o_tile)
 
 
 @gluon.jit
@@ -577,23 +513,22 @@ def _attn_fwd_kernel(
     HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_ALL: gl.constexpr, SOFTCAP: gl.constexpr,
     SCALE_FIRST: gl.constexpr, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, PINGPONG: gl.constexpr,
-    OVERLAP: gl.constexpr, SHARE_O: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr, WEIGHTS_FIRST: gl.constexpr,
+    SHARE_O: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr, WEIGHTS_FIRST: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv) and out_tiles (B, Sq, H, Dv) as TMA descriptors; out is the
     memory of out_tiles; lse (B, H, Sq). Packed: B = 1, and the lengths of the sequences in cu_seqlens."""
     RAGGED: gl.constexpr = cu_seqlens_q is not None or seqused_q is not None or seqused_k is not None
     dtype: gl.constexpr = q.dtype
-    QBUF: gl.constexpr = 2 if OVERLAP and not QREG else 1
-    q_s = gl.allocate_shared_memory(dtype, [QBUF * NWG, 1, 64, 1, BLOCK_D], q.layout)
+    q_s = gl.allocate_shared_memory(dtype, [NWG, 1, 64, 1, BLOCK_D], q.layout)
     k_s = gl.allocate_shared_memory(dtype, [NST, 1, BLOCK_N, 1, BLOCK_D], k.layout)
     v_s = gl.allocate_shared_memory(dtype, [NST, 1, BLOCK_N, 1, BLOCK_DV], v.layout)
     if SHARE_O:
         o_s = q_s
     else:
         o_s = gl.allocate_shared_memory(dtype, [NWG, 1, 64, 1, BLOCK_DV], out_tiles.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [QBUF * NWG, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [QBUF * NWG, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [NWG, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [NWG, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [NWG, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [NST, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [NST, 1], mbarrier.MBarrierLayout())
@@ -605,10 +540,9 @@ def _attn_fwd_kernel(
     for i in gl.static_range(2):
         mbarrier.init(facts_full.index(i), count=1)
         mbarrier.init(facts_empty.index(i), count=NWG)
-    for i in gl.static_range(QBUF * NWG):
+    for i in gl.static_range(NWG):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(NWG):
         mbarrier.init(turn.index(i), count=1)
     for i in gl.static_range(NST):
         mbarrier.init(k_full.index(i), count=1)
@@ -631,14 +565,14 @@ def _attn_fwd_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, OVERLAP, SHARE_O, NAMED,
-                             QREG, WEIGHTS_FIRST)),
+                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
+                             WEIGHTS_FIRST)),
                 (_consumer, (shared, 1, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, OVERLAP, SHARE_O, NAMED,
-                             QREG, WEIGHTS_FIRST)),
+                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
+                             WEIGHTS_FIRST)),
                 (_producer, (q, k, v, queries, ring, notes, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                              batch, num_heads, group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right,
-                             NWG, BLOCK_N, NST, QBUF, NAMED)),
+                             NWG, BLOCK_N, NST, NAMED)),
             ],
             [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
@@ -646,17 +580,17 @@ def _attn_fwd_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, OVERLAP, SHARE_O, NAMED,
-                             QREG, WEIGHTS_FIRST)),
+                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
+                             WEIGHTS_FIRST)),
                 (_consumer, (shared, 1, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, OVERLAP, SHARE_O, NAMED,
-                             QREG, WEIGHTS_FIRST)),
+                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
+                             WEIGHTS_FIRST)),
                 (_consumer, (shared, 2, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, OVERLAP, SHARE_O, NAMED,
-                             QREG, WEIGHTS_FIRST)),
+                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
+                             WEIGHTS_FIRST)),
                 (_producer, (q, k, v, queries, ring, notes, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                              batch, num_heads, group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right,
-                             NWG, BLOCK_N, NST, QBUF, NAMED)),
+                             NWG, BLOCK_N, NST, NAMED)),
             ],
             [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
