@@ -730,7 +730,7 @@ def test_c97_explain_says_which_backend_runs_and_why_not_the_others():
     q, k, v = _qkv()
     found = speedlight.explain(q, k, v, causal=True)
     assert found.backend in ("cpu", "fa2")
-    assert set(found.refused) == {"cpu", "fa1", "fa2"} - {found.backend}
+    assert set(found.refused) == {"cpu", "fa1", "fa2", "fa3"} - {found.backend}
     assert all(found.refused.values())
     packed = speedlight.explain(q[0], k[0], v[0], _cu([5]), _cu([5]), causal=True)
     assert packed.backend == found.backend
@@ -741,7 +741,7 @@ def test_c97_a_backend_that_was_asked_for_runs_or_raises_and_no_argument_is_igno
     q, k, v = _qkv()
     found = speedlight.explain(q, k, v)
     if found.backend == "cpu":
-        for name in ("fa1", "fa2"):
+        for name in ("fa1", "fa2", "fa3"):
             with pytest.raises(UnsupportedError, match=name):
                 speedlight.attention(q, k, v, backend=name)
     with pytest.raises(ValueError, match="backend"):
