@@ -204,6 +204,101 @@ def test_run_compiles_once_per_key_and_alignment(driver):
     assert driver.calls[-1][9:12] == (odd.data_ptr(), aligned.data_ptr(), None)
 
 
+# TMA descriptors
+
+
+class Launcher:
+    """Triton's launcher of a kernel with descriptors: what it is given is kept in ``calls``, what reaches the launcher
+    below it, which takes encoded descriptors, in ``raw``."""
+
+    launch_cooperative_grid, launch_pdl = False, True
+
+    def __init__(self, scratch=0):
+        self.calls, self.raw = [], []
+        self.global_scratch_size = self.profile_scratch_size = scratch
+        launcher = lambda *arguments: self.raw.append(arguments)  # noqa: E731
+        self.launch = lambda *arguments: launcher(*arguments)
+
+    def __call__(self, *arguments):
+        self.calls.append(arguments)
+
+
+@pytest.fixture
+def tma(driver, monkeypatch):
+    """As ``driver``, for a launch whose x goes by a descriptor."""
+    encoded = []
+
+    def encode(address, *how):
+        encoded.append((address, *how))
+        return f"map of {address}"
+
+    def build(scratch=0, **tensors):
+        launch_ = driver.build(**tensors)
+        launch_.descriptors = {"x": launch.Descriptor("x", (4, 16), (16, 1), (2, 16))}
+        meta = dict(swizzle=1, elem_size=2, elem_type=10, block_size=[2, 16])
+        compiled = SimpleNamespace(
+            run=Launcher(scratch), function="function", packed_metadata="metadata",
+            metadata=SimpleNamespace(tensordesc_meta=[meta]),
+        )  # fmt: skip
+        return launch_, compiled
+
+    utils = SimpleNamespace(fill_tma_descriptor=encode)
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils)))
+    return SimpleNamespace(build=build, encoded=encoded)
+
+
+ORDER = ["y", "x"]
+
+
+def _aligned(n):
+    return torch.ones(n, 16, dtype=torch.bfloat16), torch.ones(n, dtype=torch.float32)
+
+
+def test_a_descriptor_is_encoded_once_for_each_address(tma, monkeypatch):
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    x, y = _aligned(4)
+    launch_, compiled = tma.build(x=x, y=y)
+    prepared = launch.Prepared(launch_, compiled, ORDER)
+    for address in (64, 128, 64):
+        prepared("stream", (16, address, None))
+    assert [call[0] for call in tma.encoded] == [64, 128]
+    assert tma.encoded[0][1:] == (1, 2, 9, [2, 16], [4, 16], [16, 1], 0)  # Triton's number for bf16 is not the driver's
+    assert compiled.run.calls == []
+    fixed = (2, 1, 1, "stream", "function", False, True, None, None, "metadata", None, None, None)
+    for n, address in enumerate((64, 128, 64)):
+        assert compiled.run.raw[n] == (*fixed, f"map of {address}", 4, 16, 16, 1, 16, None, *REST)
+
+
+@pytest.mark.parametrize(("version", "scratch"), [("3.9.0", 0), ("3.6.0", 8)])
+def test_where_the_launcher_is_not_known_triton_encodes(tma, monkeypatch, version, scratch):
+    monkeypatch.setattr(triton, "__version__", version)
+    x, y = _aligned(4)
+    launch_, compiled = tma.build(scratch, x=x, y=y)
+    prepared = launch.Prepared(launch_, compiled, ORDER)
+    prepared("stream", (16, 64, None))
+    prepared("stream", (32, 128, None))
+    assert tma.encoded == [] and compiled.run.raw == []
+    for arguments, (at_y, at_x) in zip(compiled.run.calls, ((16, 64), (32, 128)), strict=True):
+        assert arguments[:9] == (2, 1, 1, "stream", "function", "metadata", None, None, None)
+        descriptor = arguments[9]
+        assert descriptor.base.data_ptr() == at_x
+        seen = descriptor.shape, descriptor.strides, descriptor.block_shape
+        assert tuple(map(list, seen)) == ([4, 16], [16, 1], [2, 16])
+        assert arguments[10:] == (at_y, None, *REST)
+
+
+def test_only_so_many_encoded_descriptors_are_kept(tma, monkeypatch):
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    monkeypatch.setattr(launch, "_MAPS_LIMIT", 3)
+    x, y = _aligned(4)
+    launch_, compiled = tma.build(x=x, y=y)
+    prepared = launch.Prepared(launch_, compiled, ORDER)
+    for address in (16, 32, 48, 64, 64):
+        prepared("stream", (16, address, None))
+    assert [len(known) for _, encoder, known in prepared.take.slots if encoder] == [1]
+    assert [call[0] for call in tma.encoded] == [16, 32, 48, 64]
+
+
 # Lowering
 
 

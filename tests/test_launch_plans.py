@@ -18,7 +18,7 @@ if target.interpreting():
     pytest.skip("the interpreter has no plans", allow_module_level=True)
 
 from speedlight import launch
-from speedlight.backends import fa2
+from speedlight.backends import fa2, fa3
 from speedlight.backends.contract import Needs
 from speedlight.problem import describe
 from speedlight.target import Target
@@ -39,16 +39,23 @@ def recorded(monkeypatch):
         def __getitem__(self, grid):
             def first(*tensors, **args):
                 self.count = len(tensors)
-                self.record([None if t is None else t.data_ptr() for t in tensors])
-                return SimpleNamespace(run=self.again, function=None, packed_metadata=None)
+                self.record(list(map(address, tensors)))
+                return SimpleNamespace(run=self.again, function=None, packed_metadata=None, metadata=None)
 
             return first
 
         def again(self, *arguments):
-            self.record(arguments[9 : 9 + self.count])
+            self.record(list(map(address, arguments[9 : 9 + self.count])))
+
+    def address(given):
+        """Of a tensor, a TMA descriptor, or what is an address already."""
+        given = getattr(given, "base", given)
+        return given.data_ptr() if hasattr(given, "data_ptr") else given
 
     for name in ("_attn_fwd_kernel", "_attn_bwd_delta_kernel", "_attn_bwd_dkdv_kernel", "_attn_bwd_dq_kernel"):
         monkeypatch.setattr(fa2, name, Kernel(name, getattr(fa2, name)))
+    monkeypatch.setattr(fa3, "_attn_fwd_kernel", Kernel("fa3", fa3._attn_fwd_kernel))
+    monkeypatch.setattr(fa3, "_num_sms", lambda device: 132)
     monkeypatch.setattr(fa2, "target_of", lambda device: Target("cuda", 90))
     monkeypatch.setattr(launch, "_PLANS", {})
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
@@ -101,3 +108,44 @@ def test_a_repeated_forward_does_too(recorded, varlen):
         assert list(pointers.values()) == [None if t is None else t.data_ptr() for t in expected], n
         recorded.clear()
     assert len(launch._PLANS) == 1
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_so_does_a_forward_through_tma(recorded, varlen, monkeypatch):
+    for n in range(3):
+        counter = torch.zeros(2, dtype=torch.int32)
+        monkeypatch.setattr(fa3, "_counter", lambda device, counter=counter: counter)
+        problem, inputs, *_ = _inputs(varlen)
+        out, lse = fa3.forward(problem, inputs)
+        [(name, pointers)] = recorded
+        expected = (*inputs[:3], out, out, lse, counter, *inputs[3:7])
+        assert name == "fa3"
+        assert list(pointers.values()) == [None if t is None else t.data_ptr() for t in expected], n
+        recorded.clear()
+    assert len(launch._PLANS) == 1
+
+
+def test_what_tma_cannot_address_goes_to_fa2(recorded, monkeypatch):
+    """Odd starts, odd strides, strides of zero, and rows of out that do not start on 16 bytes."""
+    monkeypatch.setattr(fa3, "_counter", lambda device: torch.zeros(2, dtype=torch.int32))
+    wide = torch.randn(2, 48, 2, 80, dtype=torch.bfloat16)
+    q = wide[..., :64]
+    for k, v in (
+        (wide[..., 1:65], q), (q, wide[..., 2:66]), (q[:1].expand(2, 48, 2, 64), q), (q, wide[..., :60]),
+        (torch.randn(2, 48, 2, 68, dtype=torch.bfloat16)[..., :64], q),
+    ):  # fmt: skip
+        problem, inputs = describe(q, k, v)
+        fa3.forward(problem, inputs)
+        [(name, _)] = recorded
+        assert name == "_attn_fwd_kernel", (k.stride(), v.shape)
+        recorded.clear()
+    for odd in (
+        q[:, :, :1],
+        q[:1],
+        q.transpose(1, 2).contiguous().transpose(1, 2),
+    ):  # axes of one element, other orders
+        problem, inputs = describe(odd, odd, odd)
+        fa3.forward(problem, inputs)
+        [(name, _)] = recorded
+        assert name == "fa3"
+        recorded.clear()

@@ -36,8 +36,9 @@ def _interpreted(version: str, selection: str) -> Part:
 
 
 def _compiled(version: str, *selection: str) -> Part:
-    launches = ("tests/test_launch.py", "tests/test_launch_plans.py", "tests/backends/test_fa1_kernels.py")
-    tests = ("tests/compile", *launches, "tests/test_select.py")
+    launches = ("tests/test_launch.py", "tests/test_launch_plans.py")
+    kernels = ("tests/backends/test_fa1_kernels.py", "tests/backends/test_fa3.py")
+    tests = ("tests/compile", *launches, *kernels, "tests/test_select.py")
     return Part(f"compile-{version}", (*tests, *selection), version, {"TRITON_INTERPRET": "0"})
 
 

@@ -129,10 +129,10 @@ def _raw_launcher(compiled: Any) -> Any:
     """The launcher below the one that encodes descriptors (Triton 3.6), or None."""
     inner = getattr(compiled.run, "launch", None)
     closure = dict(zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True)) if isfunction(inner) else {}
-    scratch = compiled.run.global_scratch_size or compiled.run.profile_scratch_size
-    if not triton.__version__.startswith("3.6.") or "launcher" not in closure or scratch:
+    if not triton.__version__.startswith("3.6.") or "launcher" not in closure:
         return None
-    return closure["launcher"].cell_contents
+    needs_scratch = compiled.run.global_scratch_size or compiled.run.profile_scratch_size
+    return None if needs_scratch else closure["launcher"].cell_contents
 
 
 def _encoders(compiled: Any, leading: dict[str, Any]) -> list[Callable[[int], tuple[Any, ...]] | None] | None:
