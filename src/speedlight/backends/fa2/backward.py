@@ -219,6 +219,15 @@ def _accumulate_dq(dq, q_i, do_i, lse_i, delta_i, k, v, stride_kn, stride_vn, st
     return dq
 
 
+@triton.jit
+def _row_products(out, dout, start, stride_om, stride_dom, lo, hi, DIM: tl.constexpr, ROWS: tl.constexpr,
+                  BLOCK: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """rowsum(out * dout) over DIM columns; 0 outside [lo, hi)."""
+    o_i = load_tile(out, start, stride_om, lo, hi, DIM, ROWS, BLOCK, 1, WIDE, True)
+    do_i = load_tile(dout, start, stride_dom, lo, hi, DIM, ROWS, BLOCK, UNIT, WIDE, True)
+    return tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), 1)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def _attn_bwd_dq_kernel(
     q, k, v, dout, out, lse, dlse, delta, dq, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
@@ -268,8 +277,13 @@ def _attn_bwd_dq_kernel(
     row0 = tl.cast(batch_row, tl.int64) * seqlen_q + q_start
     out += (row0 * num_heads + h) * HEAD_DIM_V
     stride_om = num_heads * HEAD_DIM_V
-    o_i = load_tile(out, start_m, stride_om, seeing_lo, seeing_hi, HEAD_DIM_V, BLOCK_M, BLOCK_DV, 1, WIDE, True)
-    delta_i = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), 1)
+    delta_i = tl.zeros([BLOCK_M], tl.float32)
+    CHUNK: tl.constexpr = min(BLOCK_DV, 64)  # whole rows of both at once would cost the tile loop its registers
+    for d in tl.static_range(0, HEAD_DIM_V, CHUNK):
+        delta_i += _row_products(
+            out + d, dout + d, start_m, stride_om, stride_dom, seeing_lo, seeing_hi, min(HEAD_DIM_V - d, CHUNK),
+            BLOCK_M, CHUNK, UNIT, WIDE,
+        )  # fmt: skip
     if dlse is not None:
         dlse += tl.cast(batch_row, tl.int64) * stride_dlb + tl.cast(h, tl.int64) * stride_dlh
         delta_i -= tl.load(dlse + (q_start + offs_m).to(tl.int64) * stride_dlm, mask=offs_m < used_q, other=0.0)
