@@ -40,8 +40,13 @@ def describe_tile(problem: AttentionProblem, target: Target) -> str:
 
 def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     q, k, v = inputs[:3]
-    # out, which is made here, has rows of head_dim_v.
-    if problem.head_dim_v % 8 or not (_addressable(q) and _addressable(k) and _addressable(v)):
+    key = "fa3.forward", problem, q.stride(), k.stride(), v.stride()
+    addressable = _ADDRESSABLE.get(key)
+    if addressable is None:
+        if len(_ADDRESSABLE) >= _ADDRESSABLE_LIMIT:
+            _ADDRESSABLE.clear()
+        addressable = _ADDRESSABLE[key] = _addressable(problem, (q, k, v))
+    if not addressable or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
         return fa2.forward(problem, inputs)
     device = problem.device
     out = fa2.new(q) if problem.head_dim_v == problem.head_dim else q.new_empty((*q.shape[:-1], problem.head_dim_v))
@@ -53,7 +58,7 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     def build() -> Launch:
         return forward_launch(problem, tensors, forward_tile(problem), _num_sms(device))
 
-    launch.run(("fa3.forward", problem, q.stride(), k.stride(), v.stride()), device, tensors, build)
+    launch.run(key, device, tensors, build)
     return out, lse
 
 
@@ -65,11 +70,17 @@ def backward(
     return fa2.backward(problem, inputs, out, lse, dout, dlse, needs)
 
 
-def _addressable(t: Tensor) -> bool:
-    """Whether TMA can: an aligned start, and strides of whole 16 bytes that are neither 0 nor too long."""
+_ADDRESSABLE: dict[Any, bool] = {}
+_ADDRESSABLE_LIMIT = 4096
+
+
+def _addressable(problem: AttentionProblem, tensors: tuple[Tensor, ...]) -> bool:
+    """Whether TMA can address these tensors if they start on 16 bytes: strides of whole 16 bytes, neither 0 nor too
+    long, also in out, whose rows are head_dim_v long."""
     limit = 1 << 39
-    return t.data_ptr() % 16 == 0 and all(
+    return problem.head_dim_v % 8 == 0 and all(
         size == 1 or (stride % 8 == 0 and 0 < stride < limit)
+        for t in tensors
         for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)
     )
 
