@@ -439,3 +439,18 @@ def test_strides_are_taken_as_they_are_and_a_strided_head_dimension_is_copied_wi
         describe(q, k, v)
         narrow = torch.zeros(B, SQ, H, 2)[..., :1]  # one value: its stride says nothing
         describe(narrow, narrow, narrow)
+
+
+def test_lengths_reach_the_kernels_one_after_the_other_however_they_lie():
+    """An expanded seqused has stride 0, every second entry of a vector stride 2; kernels read entry b at b."""
+    q = torch.zeros(3, 8, 1, 4)
+    used = torch.tensor([5], dtype=torch.int32).expand(3)
+    every_second = torch.tensor([0, 9, 4, 9, 12, 9], dtype=torch.int32)[::2]
+    for dtype in (torch.int32, torch.int64):
+        _, inputs = describe(q, q, q, seqused_q=used.to(dtype), seqused_k=used)
+        assert inputs.seqused_q.is_contiguous() and inputs.seqused_k.is_contiguous()
+        assert inputs.seqused_k.tolist() == [5, 5, 5]
+        packed = torch.zeros(12, 1, 4)
+        _, inputs = describe(packed, packed, packed, every_second.to(dtype), every_second)
+        assert inputs.cu_seqlens_q.is_contiguous() and inputs.cu_seqlens_k.is_contiguous()
+        assert inputs.cu_seqlens_k.tolist() == [0, 4, 12]

@@ -237,7 +237,7 @@ def _unit_stride(t: Tensor, name: str) -> Tensor:
 
 
 def _int32(t: Tensor | None) -> Tensor | None:
-    return t if t is None or t.dtype is torch.int32 else t.to(torch.int32)
+    return None if t is None else t.to(torch.int32).contiguous()
 
 
 def _four_dims(t: Tensor) -> Tensor:

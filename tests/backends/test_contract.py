@@ -404,3 +404,29 @@ def test_packed_sequences_do_not_see_each_other(backend, device):
         torch.testing.assert_close(out[rows], alone[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(lse[:, rows], alone_lse[0], rtol=1e-5, atol=1e-5)
         start_q, start_k = start_q + n, start_k + m
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scale", [0.0, 1e-46, 1e-36, -1e-46])
+def test_a_scale_that_is_zero_in_fp32_averages_what_is_visible(backend, scale, device):
+    dtype = torch.float32 if backend in ("cpu", "fa2") else torch.float16
+    q, k, v = (torch.randn(1, 40, 2, 16, device=device, dtype=dtype) for _ in range(3))
+    out, lse = speedlight.attention(q, k, v, softmax_scale=scale, causal=True, return_lse=True, backend=backend)
+    count = torch.arange(1, 41, device=device).double()
+    torch.testing.assert_close(lse.double(), count.log().expand(1, 2, 40), rtol=0, atol=1e-4)
+    mean = v.double().cumsum(1) / count[:, None, None]
+    torch.testing.assert_close(out.double(), mean, rtol=0, atol=1e-5 if dtype is torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name in ("fa2", "fa3")])
+def test_cu_seqlens_that_do_not_start_at_0_leave_no_row_unwritten(backend, device):
+    """An error on the CPU, where values can be read. Kernels take the first sequence to start at 0."""
+    dtype = torch.float32 if backend == "fa2" else torch.float16
+    q, k, v = (torch.randn(300, 2, 32, device=device, dtype=dtype) for _ in range(3))
+    right, wrong = (torch.tensor([n, 220, 290], device=device, dtype=torch.int32) for n in (0, 150))
+    problem, inputs = describe(q, k, v, right, right, causal=True)
+    module = select.choose(problem, backend).module
+    expected = module.forward(problem, inputs)
+    found = module.forward(problem, inputs._replace(cu_seqlens_q=wrong, cu_seqlens_k=wrong))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)

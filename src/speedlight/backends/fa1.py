@@ -43,10 +43,9 @@ from ..target import Target, target_of
 from .contract import Grads, Inputs, Needs
 from .fa2.common import LOG2_E, UNLIMITED, load_tile, query_range, seeing_rows, store_tile, visible
 from .fa2.tiles import Tile, block_dim, family
-from .layout import Tensors, dlse_strides, pick, strides, unit_of, vectorised
+from .layout import GRID_LIMIT, Tensors, dlse_strides, pick, strides, unit_of, vectorised
 
 _MAX_HEAD_DIM = 128
-_GRID_LIMIT = 2**31 - 1
 _SIZES = ["num_heads", "seqlen_q", "seqlen_k"]  # one compilation serves them all
 
 
@@ -222,8 +221,8 @@ def supports(problem: AttentionProblem, target: Target) -> str | None:
     if max(problem.head_dim, problem.head_dim_v) > _MAX_HEAD_DIM:
         dims = f"{problem.head_dim} and {problem.head_dim_v}"
         return f"head dimensions above {_MAX_HEAD_DIM} are not supported, got {dims}"
-    if problem.batch * problem.num_heads > _GRID_LIMIT:
-        return f"batch times heads exceeds {_GRID_LIMIT}, the largest GPU grid"
+    if problem.batch * problem.num_heads > GRID_LIMIT:
+        return f"batch times heads exceeds {GRID_LIMIT}, the largest GPU grid"
     for name, used in (
         ("varlen", problem.varlen),
         ("seqused_q", problem.seqused_q),

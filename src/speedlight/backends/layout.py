@@ -9,6 +9,7 @@ from torch import Tensor
 from ..problem import AttentionProblem
 
 Tensors = dict[str, Tensor]  # by the kernels' parameter names
+GRID_LIMIT = 2**31 - 1
 
 
 def pick(tensors: Tensors, *names: str) -> Tensors:
@@ -40,6 +41,18 @@ def dlse_strides(problem: AttentionProblem, tensors: Tensors) -> dict[str, int]:
     dlse = tensors.get("dlse")
     batch, head, row = (0, 0, 0) if dlse is None else ((0, *dlse.stride()) if problem.varlen else dlse.stride())
     return {"stride_dlb": batch, "stride_dlh": head, "stride_dlm": row}
+
+
+def scale_first(problem: AttentionProblem) -> bool:
+    """Whether q.k is scaled before its maximum is taken, not after: always if the factor turns its order round, or may
+    be 0 in fp32, for then a hidden -inf becomes NaN."""
+    return problem.softmax_scale < 1e-30
+
+
+def programs(count: int) -> int:
+    if count > GRID_LIMIT:
+        raise ValueError(f"this problem needs {count} programs, more than the {GRID_LIMIT} that a GPU grid holds")
+    return count
 
 
 def vectorised(problem: AttentionProblem, tensors: tuple[Tensor, ...]) -> bool:

@@ -12,7 +12,7 @@ from ...launch import Launch
 from ...problem import AttentionProblem
 from ...target import Target, target_of
 from ..contract import Grads, Inputs, Needs
-from ..layout import Tensors, dlse_strides, pick, strides, unit_of, vectorised
+from ..layout import Tensors, dlse_strides, pick, programs, scale_first, strides, unit_of, vectorised
 from .backward import _attn_bwd_delta_kernel, _attn_bwd_dkdv_kernel, _attn_bwd_dq_kernel
 from .forward import _attn_fwd_kernel
 from .tiles import Tile, backward_tile, block_dim, forward_tile
@@ -21,7 +21,6 @@ _MAX_HEAD_DIM = 256
 _DELTA_ROWS = 64
 # K and V of the heads in flight should stay in the L2 cache; a conservative share of what current GPUs have.
 _L2_BYTES = 16 * 2**20
-_GRID_LIMIT = 2**31 - 1
 _WITH_HEAD_DIM = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 
 
@@ -140,7 +139,7 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: Tile) -> L
         **_sizes(problem),
         "group_size": problem.group_size,
         "heads_together": max(1, min(_L2_BYTES // max(kv_bytes, 1), problem.batch * problem.num_heads)),
-        "SCALE_FIRST": problem.softcap > 0 or problem.softmax_scale <= 0,
+        "SCALE_FIRST": problem.softcap > 0 or scale_first(problem),
         "TAIL": _ragged(problem, problem.seqlen_k, tile.block_n),
         **_tile_args(problem, tile, tensors, unit),
     }
@@ -161,7 +160,7 @@ def delta_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
         "BLOCK_DV": block_dim(problem.head_dim_v),
     }
     grid = -(-num_rows // _DELTA_ROWS) * problem.num_heads
-    return Launch(_attn_bwd_delta_kernel, _grid(grid), tensors, args, num_warps=4, num_stages=1)
+    return Launch(_attn_bwd_delta_kernel, (programs(grid),), tensors, args, num_warps=4, num_stages=1)
 
 
 def dkdv_launch(problem: AttentionProblem, tensors: Tensors, tile: Tile) -> Launch:
@@ -240,10 +239,4 @@ def _tiles(problem: AttentionProblem, rows: int, block: int) -> int:
 
 def _record(kernel: Any, grid: int, tensors: Tensors, args: dict[str, Any], tile: Tile) -> Launch:
     options = {} if tile.max_registers is None else {"maxnreg": tile.max_registers}
-    return Launch(kernel, _grid(grid), tensors, args, tile.num_warps, tile.num_stages, options)
-
-
-def _grid(programs: int) -> tuple[int]:
-    if programs > _GRID_LIMIT:
-        raise ValueError(f"this problem needs {programs} programs, more than the {_GRID_LIMIT} that a GPU grid holds")
-    return (programs,)
+    return Launch(kernel, (programs(grid),), tensors, args, tile.num_warps, tile.num_stages, options)

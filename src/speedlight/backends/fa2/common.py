@@ -26,6 +26,13 @@ seeing_rows = _device_function(ranges.seeing_rows)
 
 
 @triton.jit
+def first_row(cu_seqlens, sequence, total):
+    """Of a sequence, in range whatever cu_seqlens holds. The first one starts at 0: rows before it would be nobody's, and
+    nobody would write them."""
+    return tl.minimum(tl.maximum(tl.load(cu_seqlens + sequence), 0), total) * tl.minimum(sequence, 1)
+
+
+@triton.jit
 def locate_tile(tile, cu_seqlens, batch, total, BLOCK: tl.constexpr):
     """Sequence and block of a varlen tile: sequence b owns the tiles from cu[b] // BLOCK + b on.
 
@@ -42,7 +49,7 @@ def locate_tile(tile, cu_seqlens, batch, total, BLOCK: tl.constexpr):
             low = middle
         else:
             high = middle
-    start = tl.minimum(tl.maximum(tl.load(cu_seqlens + low), 0), total)
+    start = first_row(cu_seqlens, low, total)
     end = total
     if low < batch:
         end = tl.minimum(tl.maximum(tl.load(cu_seqlens + low + 1), start), total)
@@ -52,7 +59,7 @@ def locate_tile(tile, cu_seqlens, batch, total, BLOCK: tl.constexpr):
 @triton.jit
 def other_side(sequence, cu_seqlens, batch, total):
     """First row and number of rows of a sequence in the other packed tensor; none for the rows after the last one."""
-    start = tl.minimum(tl.maximum(tl.load(cu_seqlens + sequence), 0), total)
+    start = first_row(cu_seqlens, sequence, total)
     rows = 0
     if sequence < batch:
         rows = tl.minimum(tl.maximum(tl.load(cu_seqlens + sequence + 1), start), total) - start

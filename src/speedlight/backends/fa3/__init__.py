@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ...target import Target
 from .. import fa2
 from ..contract import Grads, Inputs, Needs
 from ..fa2.tiles import block_dim
-from ..layout import Tensors
+from ..layout import Tensors, programs, scale_first
 from .forward import _attn_fwd_kernel
 from .tiles import FwdTile, forward_tile
 from .versions import NAMED_BARRIERS, unverified
@@ -86,19 +87,32 @@ def _addressable(problem: AttentionProblem, tensors: tuple[Tensor, ...]) -> bool
 
 
 _COUNTERS: dict[tuple[int, int], Tensor] = {}
+_PER_THREAD_STREAM = 2  # CUDA's handle of a stream that is another one in every thread
 
 
 def _counter(device: torch.device) -> Tensor:
     """(next tile, programs that have ended), zero between launches. One for each stream, where launches follow each
     other, and one of its own for each launch that is captured in a graph, which may run anywhere."""
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)
     assert device.index is not None
-    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
-    counter = _COUNTERS.get(key)
+    if torch._C._cuda_getDevice() != device.index:
+        with torch.cuda.device(device):
+            return _counter(device)
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    if stream == _PER_THREAD_STREAM or torch.cuda.is_current_stream_capturing():
+        return _new_counter(device)
+    counter = _COUNTERS.get((device.index, stream))
     if counter is None:
-        counter = _COUNTERS[key] = torch.zeros(2, dtype=torch.int32, device=device)
+        # In a thread of its own: this one's allocations may go to a pool that is freed or replayed one day, as in the
+        # warm-up of torch.compile(mode="reduce-overhead") and under torch.cuda.use_mem_pool.
+        with ThreadPoolExecutor(1) as thread:
+            counter = thread.submit(_new_counter, device, torch.cuda.current_stream(device)).result()
+        _COUNTERS[device.index, stream] = counter
     return counter
+
+
+def _new_counter(device: torch.device, stream: torch.cuda.Stream | None = None) -> Tensor:
+    with torch.cuda.stream(stream):
+        return torch.zeros(2, dtype=torch.int32, device=device)
 
 
 @functools.cache
@@ -111,7 +125,7 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: FwdTile, n
     blocks_q, blocks_kv = (1, 64, 1, block_d), (1, tile.block_n, 1, block_d)
     num_m = -(-problem.seqlen_q // tile.block_m)
     rows = problem.seqlen_q // tile.block_m + problem.batch + 1 if problem.varlen else num_m * problem.batch
-    num_tiles = rows * problem.num_heads
+    num_tiles = programs(rows * problem.num_heads)
     causal_like = problem.window_left is not None or problem.window_right is not None
     kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     together = max(1, min(_L2_BYTES // max(kv_bytes, 1), problem.batch * problem.num_heads))
@@ -139,7 +153,7 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: FwdTile, n
         "MASK_FIRST": causal_like or neighbours or problem.seqlen_k % tile.block_n != 0,
         "MASK_ALL": causal_like and not only_diagonal,
         "SOFTCAP": problem.softcap > 0,
-        "SCALE_FIRST": problem.softmax_scale <= 0,
+        "SCALE_FIRST": scale_first(problem),
         "NWG": tile.num_consumers,
         "BLOCK_N": tile.block_n,
         "NST": tile.num_stages,

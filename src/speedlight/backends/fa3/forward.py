@@ -35,7 +35,8 @@ from .versions import tma_load, tma_store
 
 # What the producer tells the consumers about a tile, in shared memory.
 _FACTS = gl.constexpr(8)
-_LOWEST = gl.constexpr(-1.0e30)  # a finite start for the row maximum: exp2(-inf - m) must not be exp2(-inf + inf)
+# The start of the row maximum, the least finite number: exp2(-inf - m) must not become exp2(-inf + inf).
+_LOWEST = gl.constexpr(-3.4028234663852886e38)
 
 
 @gluon.jit

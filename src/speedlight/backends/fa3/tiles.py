@@ -29,6 +29,10 @@ class FwdTile:
     q_in_registers: bool = False
     weights_first: bool = False
 
+    def __post_init__(self) -> None:
+        # One stage waits for itself, and hardware barriers are numbered for four stages and three turns.
+        assert 2 <= self.num_stages <= 4 and self.num_consumers in (2, 3), self
+
     @property
     def block_m(self) -> int:
         return 64 * self.num_consumers
