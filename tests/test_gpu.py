@@ -313,7 +313,7 @@ def test_two_streams_at_once(backend):
 
 @both
 def test_compiled_with_cuda_graphs(backend):
-    """torch.compile's warm-up sends all allocations to a pool that the graph's replays use: nothing may be kept of it."""
+    """torch.compile's warm-up sends all allocations to a pool that replays use again: nothing of it may be kept."""
     inputs = [_qkv(*[(2, 300, 4, 64)] * 3) for _ in range(3)]
     compiled = torch.compile(lambda q, k, v: speedlight.attention(q, k, v, causal=True, backend=backend) * 2,
                              mode="reduce-overhead")  # fmt: skip
