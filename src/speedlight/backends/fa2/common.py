@@ -27,7 +27,7 @@ seeing_rows = _device_function(ranges.seeing_rows)
 
 @triton.jit
 def first_row(cu_seqlens, sequence, total):
-    """Of a sequence, in range whatever cu_seqlens holds. The first one starts at 0: nobody would write rows before it."""
+    """Of a sequence, in range whatever cu_seqlens holds. The first starts at 0: nobody would write rows before it."""
     return tl.minimum(tl.maximum(tl.load(cu_seqlens + sequence), 0), total) * tl.minimum(sequence, 1)
 
 
