@@ -95,14 +95,14 @@ class Prepared:
         indices = [order.index(name) if name in order else -1 for name in names]
         self.take: Any = itemgetter(*indices)
         if launch.descriptors:
-            encoders = _encoders(compiled, leading)
-            if encoders is None:
+            raw = _raw_launcher(compiled)
+            if raw is None:
                 self.take = _Descriptors(leading, indices)
             else:
                 how = compiled.run.launch_cooperative_grid, compiled.run.launch_pdl
-                self.run = _raw_launcher(compiled)
+                self.run = raw
                 self.fixed = (compiled.function, *how, None, None, *self.fixed[1:])
-                self.take = _TensorMaps(encoders, indices)
+                self.take = _TensorMaps(_encoders(compiled, leading), indices)
 
     def __call__(self, stream: int, addresses: Sequence[int | None]) -> None:
         # Plain integers for pointers: given tensors, the launcher asks the driver about each of them.
@@ -135,13 +135,11 @@ def _raw_launcher(compiled: Any) -> Any:
     return None if needs_scratch else closure["launcher"].cell_contents
 
 
-def _encoders(compiled: Any, leading: dict[str, Any]) -> list[Callable[[int], tuple[Any, ...]] | None] | None:
+def _encoders(compiled: Any, leading: dict[str, Any]) -> list[Callable[[int], tuple[Any, ...]] | None]:
     """For each leading parameter that is a descriptor, the function from an address to what the raw launcher takes."""
-    metadata = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
-    if _raw_launcher(compiled) is None:
-        return None
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
+    metadata = iter(compiled.metadata.tensordesc_meta)
     fill = triton.runtime.driver.active.utils.fill_tma_descriptor
 
     def encoder(descriptor: Any, meta: Any) -> Callable[[int], tuple[Any, ...]]:

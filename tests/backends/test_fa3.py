@@ -6,7 +6,6 @@ The kernel's own functions run here on Python's integers, against a table of who
 from __future__ import annotations
 
 import itertools
-from importlib import import_module
 from types import FunctionType, SimpleNamespace
 
 import pytest
@@ -20,10 +19,10 @@ if target.interpreting():
     pytest.skip("Triton's interpreter does not run Gluon", allow_module_level=True)
 
 from speedlight.backends import fa3, ranges
+from speedlight.backends.fa3 import common
 from speedlight.backends.fa3.tiles import TILES, forward_tile
 from speedlight.problem import describe
 
-kernels = import_module("speedlight.backends.fa3.forward")
 _LANGUAGE = SimpleNamespace(
     minimum=min, where=lambda condition, a, b: a if condition else b, cdiv=lambda a, b: -(-a // b)
 )  # fmt: skip
@@ -34,7 +33,7 @@ def on_integers(kernel_function):
     return FunctionType(kernel_function.fn.__code__, names)
 
 
-key_blocks, hides = on_integers(kernels._key_blocks), on_integers(kernels._hides)
+key_blocks, hides = on_integers(common.key_blocks), on_integers(common.hides)
 
 LENGTHS = [
     (1, 1),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..problem import AttentionProblem
+from .contract import Inputs
 
 Tensors = dict[str, Tensor]  # by the kernels' parameter names
 GRID_LIMIT = 2**31 - 1
@@ -14,6 +17,24 @@ GRID_LIMIT = 2**31 - 1
 
 def pick(tensors: Tensors, *names: str) -> Tensors:
     return {name: tensors[name] for name in names}
+
+
+def new(like: Tensor) -> Tensor:
+    """Uninitialised and contiguous; in half the host time of new_empty."""
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
+
+
+def outputs(problem: AttentionProblem, q: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse, to be written."""
+    out = new(q) if problem.head_dim_v == problem.head_dim else q.new_empty((*q.shape[:-1], problem.head_dim_v))
+    return out, q.new_empty(problem.lse_shape, dtype=torch.float32)
+
+
+def add_lengths(tensors: Tensors, inputs: Inputs) -> None:
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"):
+        t = getattr(inputs, name)
+        if t is not None:
+            tensors[name] = t
 
 
 def unit_of(problem: AttentionProblem, tensors: Iterable[Tensor]) -> int:
@@ -41,6 +62,24 @@ def dlse_strides(problem: AttentionProblem, tensors: Tensors) -> dict[str, int]:
     dlse = tensors.get("dlse")
     batch, head, row = (0, 0, 0) if dlse is None else ((0, *dlse.stride()) if problem.varlen else dlse.stride())
     return {"stride_dlb": batch, "stride_dlh": head, "stride_dlm": row}
+
+
+def sizes(problem: AttentionProblem) -> dict[str, Any]:
+    return {
+        "batch": problem.batch,
+        "num_heads": problem.num_heads,
+        "seqlen_q": problem.seqlen_q,
+        "seqlen_k": problem.seqlen_k,
+        "window_left": problem.window_left or 0,
+        "window_right": problem.window_right or 0,
+        "softmax_scale": problem.softmax_scale,
+        "softcap": problem.softcap,
+    }
+
+
+def tiles_of(problem: AttentionProblem, rows: int, block: int) -> int:
+    """Programs per head: exact when dense, the bound of common.locate_tile when varlen."""
+    return rows // block + problem.batch + 1 if problem.varlen else -(-rows // block) * problem.batch
 
 
 def scale_first(problem: AttentionProblem) -> bool:

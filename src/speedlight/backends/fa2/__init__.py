@@ -12,7 +12,21 @@ from ...launch import Launch
 from ...problem import AttentionProblem
 from ...target import Target, target_of
 from ..contract import Grads, Inputs, Needs
-from ..layout import Tensors, dlse_strides, pick, programs, scale_first, strides, unit_of, vectorised
+from ..layout import (
+    Tensors,
+    add_lengths,
+    dlse_strides,
+    new,
+    outputs,
+    pick,
+    programs,
+    scale_first,
+    sizes,
+    strides,
+    tiles_of,
+    unit_of,
+    vectorised,
+)
 from .backward import _attn_bwd_delta_kernel, _attn_bwd_dkdv_kernel, _attn_bwd_dq_kernel
 from .forward import _attn_fwd_kernel
 from .tiles import Tile, backward_tile, block_dim, forward_tile
@@ -58,8 +72,7 @@ def describe_tile(problem: AttentionProblem, target: Target) -> str:
 
 def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     q, k, v = inputs[:3]
-    out = new(q) if problem.head_dim_v == problem.head_dim else q.new_empty((*q.shape[:-1], problem.head_dim_v))
-    lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
+    out, lse = outputs(problem, q)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
     if not problem.plain:
         add_lengths(tensors, inputs)
@@ -71,11 +84,6 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
     launch.run(("fa2.forward", problem, q.stride(), k.stride(), v.stride()), device, tensors, build)
     return out, lse
-
-
-def new(like: Tensor) -> Tensor:
-    """Uninitialised and contiguous; in half the host time of new_empty."""
-    return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
 def backward(
@@ -120,13 +128,6 @@ def backward(
     return Grads(dq, dk, dv)
 
 
-def add_lengths(tensors: Tensors, inputs: Inputs) -> None:
-    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"):
-        t = getattr(inputs, name)
-        if t is not None:
-            tensors[name] = t
-
-
 # Launch records. Tensors may be on the meta device: nothing here reads a value.
 
 
@@ -136,14 +137,14 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: Tile) -> L
     kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     args = {
         **strides(problem, unit, read),
-        **_sizes(problem),
+        **sizes(problem),
         "group_size": problem.group_size,
         "heads_together": max(1, min(_L2_BYTES // max(kv_bytes, 1), problem.batch * problem.num_heads)),
         "SCALE_FIRST": problem.softcap > 0 or scale_first(problem),
         "TAIL": _ragged(problem, problem.seqlen_k, tile.block_n),
         **_tile_args(problem, tile, tensors, unit),
     }
-    grid = _tiles(problem, problem.seqlen_q, tile.block_m) * problem.num_heads
+    grid = tiles_of(problem, problem.seqlen_q, tile.block_m) * problem.num_heads
     return _record(_attn_fwd_kernel, grid, tensors, args, tile)
 
 
@@ -168,7 +169,7 @@ def dkdv_launch(problem: AttentionProblem, tensors: Tensors, tile: Tile) -> Laun
     unit = unit_of(problem, read.values())
     args = {
         **strides(problem, unit, read),
-        **_sizes(problem),
+        **sizes(problem),
         # A compile-time count: with one query head per K/V head the loop over the group vanishes, and its registers.
         "GROUP_SIZE": problem.group_size,
         "NEED_DK": "dk" in tensors,
@@ -176,7 +177,7 @@ def dkdv_launch(problem: AttentionProblem, tensors: Tensors, tile: Tile) -> Laun
         "TAIL": _ragged(problem, problem.seqlen_q, tile.block_m),
         **_tile_args(problem, tile, tensors, unit),
     }
-    grid = _tiles(problem, problem.seqlen_k, tile.block_n) * problem.num_heads_kv
+    grid = tiles_of(problem, problem.seqlen_k, tile.block_n) * problem.num_heads_kv
     return _record(_attn_bwd_dkdv_kernel, grid, tensors, args, tile)
 
 
@@ -186,26 +187,13 @@ def dq_launch(problem: AttentionProblem, tensors: Tensors, tile: Tile) -> Launch
     args = {
         **strides(problem, unit, read),
         **dlse_strides(problem, tensors),
-        **_sizes(problem),
+        **sizes(problem),
         "group_size": problem.group_size,
         "TAIL": _ragged(problem, problem.seqlen_k, tile.block_n),
         **_tile_args(problem, tile, tensors, unit),
     }
-    grid = _tiles(problem, problem.seqlen_q, tile.block_m) * problem.num_heads
+    grid = tiles_of(problem, problem.seqlen_q, tile.block_m) * problem.num_heads
     return _record(_attn_bwd_dq_kernel, grid, tensors, args, tile)
-
-
-def _sizes(problem: AttentionProblem) -> dict[str, Any]:
-    return {
-        "batch": problem.batch,
-        "num_heads": problem.num_heads,
-        "seqlen_q": problem.seqlen_q,
-        "seqlen_k": problem.seqlen_k,
-        "window_left": problem.window_left or 0,
-        "window_right": problem.window_right or 0,
-        "softmax_scale": problem.softmax_scale,
-        "softcap": problem.softcap,
-    }
 
 
 def _tile_args(problem: AttentionProblem, tile: Tile, tensors: Tensors, unit: int) -> dict[str, Any]:
@@ -230,11 +218,6 @@ def _tile_args(problem: AttentionProblem, tile: Tile, tensors: Tensors, unit: in
 def _ragged(problem: AttentionProblem, rows: int, block: int) -> bool:
     """Whether the walk over blocks of the other side can end in a partial block, which needs a loop of its own."""
     return problem.varlen or problem.seqused_q or problem.seqused_k or rows % block != 0
-
-
-def _tiles(problem: AttentionProblem, rows: int, block: int) -> int:
-    """Programs per head: exact when dense, the bound of common.locate_tile when varlen."""
-    return rows // block + problem.batch + 1 if problem.varlen else -(-rows // block) * problem.batch
 
 
 def _record(kernel: Any, grid: int, tensors: Tensors, args: dict[str, Any], tile: Tile) -> Launch:

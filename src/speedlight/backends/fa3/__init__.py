@@ -16,7 +16,7 @@ from ...target import Target
 from .. import fa2
 from ..contract import Grads, Inputs, Needs
 from ..fa2.tiles import block_dim
-from ..layout import Tensors, programs, scale_first
+from ..layout import Tensors, add_lengths, outputs, programs, scale_first, sizes, tiles_of
 from .forward import _attn_fwd_kernel
 from .tiles import FwdTile, forward_tile
 from .versions import NAMED_BARRIERS, unverified
@@ -50,11 +50,10 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     if not addressable or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
         return fa2.forward(problem, inputs)
     device = problem.device
-    out = fa2.new(q) if problem.head_dim_v == problem.head_dim else q.new_empty((*q.shape[:-1], problem.head_dim_v))
-    lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
+    out, lse = outputs(problem, q)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "counter": _counter(device)}
     if not problem.plain:
-        fa2.add_lengths(tensors, inputs)
+        add_lengths(tensors, inputs)
 
     def build() -> Launch:
         return forward_launch(problem, tensors, forward_tile(problem), _num_sms(device))
@@ -123,9 +122,7 @@ def _num_sms(device: torch.device) -> int:
 def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: FwdTile, num_sms: int) -> Launch:
     block_d, block_dv = block_dim(problem.head_dim), block_dim(problem.head_dim_v)
     blocks_q, blocks_kv = (1, 64, 1, block_d), (1, tile.block_n, 1, block_d)
-    num_m = -(-problem.seqlen_q // tile.block_m)
-    rows = problem.seqlen_q // tile.block_m + problem.batch + 1 if problem.varlen else num_m * problem.batch
-    num_tiles = programs(rows * problem.num_heads)
+    num_tiles = programs(tiles_of(problem, problem.seqlen_q, tile.block_m) * problem.num_heads)
     causal_like = problem.window_left is not None or problem.window_right is not None
     kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     together = max(1, min(_L2_BYTES // max(kv_bytes, 1), problem.batch * problem.num_heads))
@@ -134,17 +131,10 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: FwdTile, n
     aligned = not ragged and (problem.seqlen_k - problem.seqlen_q) % tile.block_n == 0
     only_diagonal = problem.causal and aligned and tile.block_n % tile.block_m == 0
     args: dict[str, Any] = {
-        "batch": problem.batch,
-        "num_heads": problem.num_heads,
+        **sizes(problem),
         "group_size": problem.group_size,
-        "seqlen_q": problem.seqlen_q,
-        "seqlen_k": problem.seqlen_k,
         "num_tiles": num_tiles,
         "heads_together": 1 << (together.bit_length() - 1) if causal_like else 1,
-        "window_left": problem.window_left or 0,
-        "window_right": problem.window_right or 0,
-        "softmax_scale": problem.softmax_scale,
-        "softcap": problem.softcap,
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_D": block_d,
         "BLOCK_DV": block_dv,

@@ -14,7 +14,6 @@ def unverified() -> str | None:
     if triton.__version__.startswith(_VERIFIED):
         return None
     verified = ", ".join(f"{version}x" for version in _VERIFIED)
-    verified = ", ".join(f"{version}x" for version in _VERIFIED)
     return f"its kernels have been verified with Triton {verified} only, and this is {triton.__version__}"
 
 

@@ -1,0 +1,234 @@
+"""Pieces of the FlashAttention-3 kernels: what producer and consumers tell each other, barriers, and a warpgroup's own
+work on 64 rows of scores in registers."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from ..fa2.common import LOG2_E, key_range, tanh
+
+# What the producer tells the consumers about a tile, in shared memory.
+FACTS = gl.constexpr(8)
+# The start of the row maximum, the least finite number: exp2(-inf - m) must not become exp2(-inf + inf).
+LOWEST = gl.constexpr(-3.4028234663852886e38)
+
+
+@gluon.jit
+def key_blocks(start_m, used_q, used_k, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Key blocks [first, first + count) that some row of the tile sees."""
+    lo, hi = key_range(start_m, start_m + BLOCK_M, used_q, used_k, left, right)
+    first = lo // BLOCK_N
+    count = gl.where(hi > lo, gl.cdiv(hi, BLOCK_N) - first, 0)
+    return first, count
+
+
+@gluon.jit
+def send(notes, n, more, start_m, used_q, used_k, q_start, q_rows, b, h):
+    """Tell the consumers about tile number n of this program. There is room for two tiles."""
+    facts, facts_full, facts_empty = notes
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    mbarrier.wait(facts_empty.index(n & 1), ((n >> 1) & 1) ^ 1)
+    zero = gl.full([1], 0, gl.int32, layout)
+    place = (n & 1) * FACTS
+    facts.index(place).store(zero + more)
+    facts.index(place + 1).store(zero + start_m)
+    facts.index(place + 2).store(zero + used_q)
+    facts.index(place + 3).store(zero + used_k)
+    facts.index(place + 4).store(zero + q_start)
+    facts.index(place + 5).store(zero + q_rows)
+    facts.index(place + 6).store(zero + b)
+    facts.index(place + 7).store(zero + h)
+    mbarrier.arrive(facts_full.index(n & 1), count=1)
+
+
+@gluon.jit
+def receive(notes, n):
+    """Whether there is a tile number n, as soon as that is known."""
+    facts_full = notes[1]
+    mbarrier.wait(facts_full.index(n & 1), (n >> 1) & 1)
+    return fact(notes, n, 0)
+
+
+@gluon.jit
+def fact(notes, n, i: gl.constexpr):
+    facts = notes[0]
+    return gl.max(facts.index((n & 1) * FACTS + i).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def place(notes, n, seqlen_q, RAGGED: gl.constexpr):
+    """Where a tile's sequence starts, its rows, and its batch entry and head."""
+    q_start = fact(notes, n, 4) if RAGGED else 0
+    q_rows = fact(notes, n, 5) if RAGGED else seqlen_q
+    return q_start, q_rows, fact(notes, n, 6), fact(notes, n, 7)
+
+
+@gluon.jit
+def barrier(code: gl.constexpr, number):
+    """A hardware barrier, for which Gluon has no name. Runs once per thread; the result is there because the operation
+    needs one. Triton uses numbers 0 to 4 beside three workers; here 5 to 8 guard K, 12 to 15 V, and 9 to 11 turns."""
+    gl.inline_asm_elementwise(code, "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def release(empty, stage, FIRST: gl.constexpr, NWG: gl.constexpr, NAMED: gl.constexpr):
+    """A consumer has read a stage. By hardware barrier its warps need not wait for each other first."""
+    if not NAMED:
+        mbarrier.arrive(empty.index(stage), count=1)
+    elif NWG == 2:
+        barrier("bar.arrive $1, 288; mov.b32 $0, $1;", stage + FIRST)
+    else:
+        barrier("bar.arrive $1, 416; mov.b32 $0, $1;", stage + FIRST)
+
+
+@gluon.jit
+def acquire(empty, n, FIRST: gl.constexpr, NWG: gl.constexpr, NST: gl.constexpr, NAMED: gl.constexpr):
+    """The producer may write block n to its stage."""
+    if not NAMED:
+        mbarrier.wait(empty.index(n % NST), ((n // NST) & 1) ^ 1)
+    elif n >= NST:
+        if NWG == 2:
+            barrier("bar.sync $1, 288; mov.b32 $0, $1;", n % NST + FIRST)
+        else:
+            barrier("bar.sync $1, 416; mov.b32 $0, $1;", n % NST + FIRST)
+
+
+@gluon.jit
+def wait_turn(turn, n, WG: gl.constexpr, PINGPONG: gl.constexpr, NAMED: gl.constexpr):
+    if PINGPONG:
+        if NAMED:
+            barrier("bar.sync $1, 256; mov.b32 $0, $1;", 9 + WG)
+        else:
+            mbarrier.wait(turn.index(WG), n & 1)
+
+
+@gluon.jit
+def pass_turn(turn, WG: gl.constexpr, NWG: gl.constexpr, NAMED: gl.constexpr):
+    if NAMED:
+        barrier("bar.arrive $1, 256; mov.b32 $0, $1;", 9 + (WG + 1) % NWG)
+    else:
+        mbarrier.arrive(turn.index((WG + 1) % NWG), count=1)
+
+
+@gluon.jit
+def score(s, scale, softcap, SOFTCAP: gl.constexpr, SCALE_FIRST: gl.constexpr):
+    """q.k to the score in log2 units, if that is not left to the exponential."""
+    if SOFTCAP:
+        s = tanh(s * (scale / softcap)) * (softcap * LOG2_E)
+    elif SCALE_FIRST:
+        s = s * scale
+    return s
+
+
+@gluon.jit
+def hides(start_n, row, used_q, used_k, left, right, HAS_LEFT: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Whether some of 64 rows does not see every key of a block."""
+    position = row + used_k - used_q
+    hides = start_n + BLOCK_N > gl.minimum(position + right + 1, used_k)
+    if HAS_LEFT:
+        hides = hides | (start_n < position + 63 - left)
+    return hides
+
+
+@gluon.jit
+def mask(s, start_n, row, used_q, used_k, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+          BLOCK_N: gl.constexpr):  # fmt: skip
+    """-inf where key start_n + j is hidden from row row + i. The columns are split as 8 a + c, where a is an index of
+    registers only: comparisons are with constants, and no column index stays in registers."""
+    layout: gl.constexpr = s.type.layout
+    s3 = gl.reshape(s, [64, BLOCK_N // 8, 8])
+    layout3: gl.constexpr = s3.type.layout
+    rows_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout3))
+    a = gl.arange(0, BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, layout3))) * 8
+    a = gl.expand_dims(gl.expand_dims(a, 0), 2)
+    c = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout3)))
+    c = gl.expand_dims(gl.expand_dims(c, 0), 1)
+    last = used_k - 1 - start_n
+    position = gl.arange(0, 64, rows_layout) + (row + used_k - used_q - start_n)
+    if HAS_RIGHT:
+        visible = gl.expand_dims(gl.expand_dims(gl.minimum(position + right, last), 1), 2) - c >= a
+    else:
+        visible = last - c >= a
+    if HAS_LEFT:
+        visible = visible & (gl.expand_dims(gl.expand_dims(position - left, 1), 2) - c <= a)
+    s3 = gl.where(visible, s3, float("-inf"))
+    return gl.convert_layout(gl.reshape(s3, [64, BLOCK_N]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def clear_rows(tile, lo, hi, ROWS: gl.constexpr, DIM: gl.constexpr):
+    """Zero the rows of a tile in shared memory outside [lo, hi). Several warpgroups may do so at once: all write the
+    same."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    for i in gl.static_range(ROWS // 16):
+        if (i * 16 < lo) | (i * 16 + 16 > hi):
+            part = tile.slice(i * 16, 16, 0)
+            rows = i * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout))
+            x = part.load(layout)
+            part.store(gl.where(gl.expand_dims((rows >= lo) & (rows < hi), 1), x, 0.0).to(tile.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
+def row_max(s, m_i, scale, SCALED: gl.constexpr):
+    if SCALED:
+        return gl.maximum(m_i, gl.max(s, 1))
+    return gl.maximum(m_i, gl.max(s, 1) * scale)
+
+
+@gluon.jit
+def weights(s, m_i, scale, SCALED: gl.constexpr):
+    if SCALED:
+        return gl.exp2(s - gl.expand_dims(m_i, 1))
+    return gl.exp2(s * scale - gl.expand_dims(m_i, 1))
+
+
+@gluon.jit
+def row_sum(p, BLOCK_N: gl.constexpr):
+    """Sums over the columns that a thread holds; lanes are added up at the end of the tile."""
+    return gl.sum(gl.reshape(p, [64, BLOCK_N // 8, 8]), axis=1)
+
+
+@gluon.jit
+def rescaled(o, alpha):
+    return o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout)), 1)
+
+
+@gluon.jit
+def pack(p, dtype: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Weights in pairs of 16 bits. If single ones are carried through the loop, ptxas swaps the halves of each pair and
+    swaps them back."""
+    even, odd = gl.split(gl.reshape(p, [64, BLOCK_N // 2, 2]))
+    code: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(code, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def unpack(pairs, dtype: gl.constexpr, layout: gl.constexpr, BLOCK_N: gl.constexpr):
+    even = pairs.to(gl.int16).to(dtype, bitcast=True)
+    odd = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
+    return gl.convert_layout(gl.reshape(gl.join(even, odd), [64, BLOCK_N]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def store_rows(out, o_rows, stride, rows_left, HEAD_DIM_V: gl.constexpr, BLOCK_DV: gl.constexpr):
+    """The first rows_left of 64 rows in shared memory to out."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0])
+    for i in gl.static_range(4):
+        store_part(out, o_rows.slice(i * 16, 16, 0).load(layout), i * 16, stride, rows_left, HEAD_DIM_V)
+
+
+@gluon.jit
+def store_zeros(out, stride, rows_left, HEAD_DIM_V: gl.constexpr, BLOCK_DV: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0])
+    zero = gl.zeros([16, BLOCK_DV], out.dtype.element_ty, layout)
+    for i in gl.static_range(4):
+        store_part(out, zero, i * 16, stride, rows_left, HEAD_DIM_V)
+
+
+@gluon.jit
+def store_part(out, x, first: gl.constexpr, stride, rows_left, HEAD_DIM_V: gl.constexpr):
+    rows = first + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
+    offs_d = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+    inside = gl.expand_dims(rows < rows_left, 1) & gl.expand_dims(offs_d < HEAD_DIM_V, 0)
+    gl.store(out + gl.expand_dims(rows.to(gl.int64) * stride, 1) + gl.expand_dims(offs_d, 0), x, mask=inside)
