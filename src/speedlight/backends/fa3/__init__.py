@@ -152,6 +152,7 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: FwdTile, n
         "NAMED": NAMED_BARRIERS,
         "QREG": tile.q_in_registers,
         "WEIGHTS_FIRST": tile.weights_first,
+        "FIRST_MAX": tile.first_max and problem.dtype == torch.bfloat16 and problem.window_left is None,
         "CONSUMER_REGISTERS": tile.registers[0],
         "PRODUCER_REGISTERS": tile.registers[1],
     }

@@ -3,7 +3,7 @@ work on 64 rows of scores in registers."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 from ..fa2.common import LOG2_E, key_range, tanh
 
@@ -23,11 +23,47 @@ def key_blocks(start_m, used_q, used_k, left, right, BLOCK_M: gl.constexpr, BLOC
 
 
 @gluon.jit
-def send(notes, n, more, start_m, used_q, used_k, q_start, q_rows, b, h):
-    """Tell the consumers about tile number n of this program. There is room for two tiles."""
-    facts, facts_full, facts_empty = notes
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+def blocks_to_first_max(row, first, count, used_q, used_k, right, BLOCK_N: gl.constexpr):
+    """How many blocks, from the last one, hold a hidden pair or are needed for each of 64 rows to see a key."""
+    seen_by_all = gl.minimum(gl.maximum(row + used_k - used_q + right + 1, 0), used_k)
+    whole = gl.maximum(seen_by_all // BLOCK_N - first, 0)
+    masked = count - whole
+    return gl.minimum(gl.where(seen_by_all % BLOCK_N == 0, masked + 1, masked), count)
+
+
+@gluon.jit
+def mark_failed(failed, rows, l_sum):
+    """Note which rows have weights that got too large beside the maximum of their first blocks, by their sum: up to
+    2^48 each of them has its full precision, and values up to 2^80 cannot overflow with it."""
+    failed.store((rows & ~(l_sum <= 281474976710656.0)).to(gl.int32))
+
+
+@gluon.jit
+def has_failed(notes, n, NWG: gl.constexpr):
+    """Whether tile number n - 2 has a row that failed; forgotten with that."""
+    failed = notes[3]
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    any_row = gl.zeros([64], gl.int32, layout)
+    for w in gl.static_range(NWG):
+        rows = failed.index((n & 1) * NWG + w)
+        any_row = any_row | rows.load(layout)
+        rows.store(gl.zeros([64], gl.int32, layout))
+    return gl.max(any_row, 0) > 0
+
+
+@gluon.jit
+def wait_for_room(notes, n):
+    """Until tile number n - 2 is done. There is room for what is said about two tiles."""
+    facts_empty = notes[2]
     mbarrier.wait(facts_empty.index(n & 1), ((n >> 1) & 1) ^ 1)
+
+
+@gluon.jit
+def send(notes, n, more, start_m, used_q, used_k, q_start, q_rows, b, h):
+    """Tell the consumers about tile number n of this program. more: 0 there is none, 1 there is, 2 it takes maxima of
+    all blocks."""
+    facts, facts_full = notes[0], notes[1]
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     zero = gl.full([1], 0, gl.int32, layout)
     place = (n & 1) * FACTS
     facts.index(place).store(zero + more)
@@ -118,6 +154,12 @@ def score(s, scale, softcap, SOFTCAP: gl.constexpr, SCALE_FIRST: gl.constexpr):
     elif SCALE_FIRST:
         s = s * scale
     return s
+
+
+@gluon.jit
+def issue_scores(q, k_s, stage, layout: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr):
+    kt = k_s.index(stage).reshape([BLOCK_N, BLOCK_D]).permute((1, 0))
+    return warpgroup_mma(q, kt, gl.zeros([64, BLOCK_N], gl.float32, layout), use_acc=False, is_async=True)
 
 
 @gluon.jit

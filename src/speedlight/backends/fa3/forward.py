@@ -36,9 +36,13 @@ from .common import (
     LOWEST,
     acquire,
     clear_rows,
+    blocks_to_first_max,
     fact,
+    has_failed,
     hides,
+    issue_scores,
     key_blocks,
+    mark_failed,
     mask,
     pack,
     pass_turn,
@@ -53,6 +57,7 @@ from .common import (
     store_rows,
     store_zeros,
     unpack,
+    wait_for_room,
     wait_turn,
     weights,
 )
@@ -63,7 +68,7 @@ from .versions import tma_load, tma_store
 def _producer(
     q, k, v, queries, ring, notes, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, batch, num_heads,
     group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right, NWG: gl.constexpr, BLOCK_N: gl.constexpr,
-    NST: gl.constexpr, NAMED: gl.constexpr,
+    NST: gl.constexpr, NAMED: gl.constexpr, FIRST_MAX: gl.constexpr,
 ):  # fmt: skip
     q_s, q_full, q_empty = queries
     k_s, v_s, k_full, k_empty, v_full, v_empty = ring
@@ -72,6 +77,11 @@ def _producer(
     blocks_before = 0
     tiles_before = 0  # that were sent
     queries_before = 0  # tiles that read Q
+    # Where tiles fail for want of maxima, the following ones get them; those that were under way by then, two at most,
+    # are done again in the end.
+    more = 1
+    sent, sent_before = -1, -1
+    again, again_too = -1, -1
     tile = gl.program_id(0)
     while tile < num_tiles:
         following = gl.atomic_add(counter, 1) + programs
@@ -96,7 +106,14 @@ def _producer(
         start_m = block * BLOCK_M
         batch_row = b if cu_seqlens_q is None else 0
         if start_m < q_rows:
-            send(notes, tiles_before, 1, start_m, used_q, used_k, q_start, q_rows, batch_row, h)
+            wait_for_room(notes, tiles_before)
+            if FIRST_MAX:
+                if tiles_before >= 2:
+                    if has_failed(notes, tiles_before, NWG):
+                        more = 2
+                        again, again_too = sent_before, again
+                sent, sent_before = tile, sent
+            send(notes, tiles_before, more, start_m, used_q, used_k, q_start, q_rows, batch_row, h)
             tiles_before += 1
             first, count = key_blocks(start_m, used_q, used_k, left, right, BLOCK_M, BLOCK_N)
             hk = h // group_size
@@ -117,6 +134,18 @@ def _producer(
                 tma_load(v, [batch_row, row, hk, 0], v_full.index(stage), v_s.index(stage))
                 blocks_before += 1
         tile = following
+        if FIRST_MAX:
+            if tile >= num_tiles:
+                for i in gl.static_range(2):
+                    if tiles_before + i >= 2:
+                        wait_for_room(notes, tiles_before + i)
+                        if has_failed(notes, tiles_before + i, NWG):
+                            more = 2
+                            again, again_too = sent_before if i == 0 else sent, again
+                if again >= 0:
+                    tile = again
+                    again, again_too = again_too, -1
+    wait_for_room(notes, tiles_before)
     send(notes, tiles_before, 0, 0, 0, 0, 0, 0, 0, 0)
     if NAMED:  # leave no hardware barrier half full
         for i in gl.static_range(NST):
@@ -135,13 +164,13 @@ def _consumer(
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     MASK_FIRST: gl.constexpr, MASK_ALL: gl.constexpr, RAGGED: gl.constexpr, SOFTCAP: gl.constexpr,
     SCALE_FIRST: gl.constexpr, PINGPONG: gl.constexpr, SHARE_O: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr,
-    WEIGHTS_FIRST: gl.constexpr,
+    WEIGHTS_FIRST: gl.constexpr, FIRST_MAX: gl.constexpr,
 ):  # fmt: skip
     outputs, queries, ring, notes, turn, num_heads, seqlen_q, seqlen_k, left, right, scale, softcap = shared
     out_tiles, out, lse, o_s = outputs
     q_s, q_full, q_empty = queries
     k_s, v_s, k_full, k_empty, v_full, v_empty = ring
-    facts_empty = notes[2]
+    facts_empty, failed = notes[2], notes[3]
     BLOCK_M: gl.constexpr = NWG * 64
     SCALED: gl.constexpr = SOFTCAP or SCALE_FIRST
     dtype: gl.constexpr = q_s.dtype
@@ -155,6 +184,7 @@ def _consumer(
     tiles_before = 0
     queries_before = 0
     while receive(notes, tiles_before) > 0:
+        wary = fact(notes, tiles_before, 0) == 2
         start_m = fact(notes, tiles_before, 1)
         used_q = fact(notes, tiles_before, 2) if RAGGED else seqlen_q
         used_k = fact(notes, tiles_before, 3) if RAGGED else seqlen_k
@@ -175,10 +205,7 @@ def _consumer(
             stage = it % NST
             mbarrier.wait(k_full.index(stage), (it // NST) & 1)
             wait_turn(turn, it, WG, PINGPONG, NAMED)
-            zero_s = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
-            s_token = warpgroup_mma(
-                q, k_s.index(stage).reshape([BLOCK_N, BLOCK_D]).permute((1, 0)), zero_s, use_acc=False, is_async=True
-            )
+            s_token = issue_scores(q, k_s, stage, s_layout, BLOCK_N, BLOCK_D)
             if PINGPONG:
                 pass_turn(turn, WG, NWG, NAMED)
             s = warpgroup_mma_wait(0, deps=[s_token])
@@ -200,17 +227,17 @@ def _consumer(
             it += 1
             mbarrier.wait(k_full.index(it % NST), (it // NST) & 1, pred=count > 1)
 
-            for n in range(1, count):
+            with_maxima = count
+            if FIRST_MAX:
+                if not wary:
+                    with_maxima = blocks_to_first_max(row, first, count, used_q, used_k, right, BLOCK_N)
+            for n in range(1, with_maxima):
                 start_n = (first + count - 1 - n) * BLOCK_N
                 stage = it % NST
                 before = (it - 1) % NST
                 v_tile = v_s.index(before).reshape([BLOCK_N, BLOCK_DV])
                 wait_turn(turn, it, WG, PINGPONG, NAMED)
-                zero_s = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
-                s_token = warpgroup_mma(
-                    q, k_s.index(stage).reshape([BLOCK_N, BLOCK_D]).permute((1, 0)), zero_s, use_acc=False,
-                    is_async=True,
-                )  # fmt: skip
+                s_token = issue_scores(q, k_s, stage, s_layout, BLOCK_N, BLOCK_D)
                 mbarrier.wait(v_full.index(before), ((it - 1) // NST) & 1)
                 # S is on its way. The no-op keeps LLVM from moving the product back to where alpha was made.
                 alpha = gl.inline_asm_elementwise(
@@ -249,9 +276,30 @@ def _consumer(
                         clear_rows(v_now, seen_lo - start_n, BLOCK_N, BLOCK_N, BLOCK_DV)
                 it += 1
 
+            o = rescaled(o, alpha)
+            if FIRST_MAX:
+                for n in range(with_maxima, count):
+                    stage = it % NST
+                    before = (it - 1) % NST
+                    wait_turn(turn, it, WG, PINGPONG, NAMED)
+                    s_token = issue_scores(q, k_s, stage, s_layout, BLOCK_N, BLOCK_D)
+                    mbarrier.wait(v_full.index(before), ((it - 1) // NST) & 1)
+                    p16 = unpack(pairs, dtype, p_layout, BLOCK_N)
+                    o_token = warpgroup_mma(p16, v_s.index(before).reshape([BLOCK_N, BLOCK_DV]), o, is_async=True)
+                    if PINGPONG:
+                        pass_turn(turn, WG, NWG, NAMED)
+                    s = warpgroup_mma_wait(1, deps=[s_token])
+                    release(k_empty, stage, 5, NWG, NAMED)
+                    p = weights(score(s, scale, softcap, SOFTCAP, SCALE_FIRST), m_i, scale, SCALED)
+                    l_i += row_sum(p, BLOCK_N)
+                    mbarrier.wait(k_full.index((it + 1) % NST), ((it + 1) // NST) & 1, pred=n + 1 < count)
+                    o, p16, p, l_i = warpgroup_mma_wait(0, deps=[o_token, p16, p, l_i])
+                    release(v_empty, before, 12, NWG, NAMED)
+                    pairs = pack(p, dtype, BLOCK_N)
+                    it += 1
+
             if not SHARE_O and not QREG:
                 mbarrier.arrive(q_empty.index(WG), count=1)
-            o = rescaled(o, alpha)
             before = (it - 1) % NST
             mbarrier.wait(v_full.index(before), ((it - 1) // NST) & 1)
             p16 = unpack(pairs, dtype, p_layout, BLOCK_N)
@@ -263,6 +311,8 @@ def _consumer(
             q_start, q_rows, b, h = place(notes, tiles_before, seqlen_q, RAGGED)
             offs_m = row + gl.arange(0, 64, row_layout)
             sees = (l_sum != 0.0) & (offs_m < used_q)
+            if FIRST_MAX:
+                mark_failed(failed.index((tiles_before & 1) * NWG + WG), sees & (not wary), l_sum)
             lse_i = gl.where(sees, (m_i + gl.log2(l_sum)) * LN_2, float("-inf"))
             gl.store(lse + (b * num_heads + h).to(gl.int64) * seqlen_q + q_start + offs_m, lse_i, mask=offs_m < q_rows)
             o = rescaled(o, gl.where(sees, 1.0 / l_sum, 0.0))
@@ -314,7 +364,7 @@ def _attn_fwd_kernel(
     HAS_RIGHT: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_ALL: gl.constexpr, SOFTCAP: gl.constexpr,
     SCALE_FIRST: gl.constexpr, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, PINGPONG: gl.constexpr,
     SHARE_O: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr, WEIGHTS_FIRST: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    FIRST_MAX: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv) and out_tiles (B, Sq, H, Dv) as TMA descriptors; out is the
     memory of out_tiles; lse (B, H, Sq). Packed: B = 1, and the lengths of the sequences in cu_seqlens."""
@@ -335,6 +385,7 @@ def _attn_fwd_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [NST, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [NST, 1], mbarrier.MBarrierLayout())
     facts = gl.allocate_shared_memory(gl.int32, [2 * FACTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    failed = gl.allocate_shared_memory(gl.int32, [2 * NWG, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     facts_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     facts_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
@@ -359,7 +410,7 @@ def _attn_fwd_kernel(
     outputs = (out_tiles, out, lse, o_s)
     queries = (q_s, q_full, q_empty)
     ring = (k_s, v_s, k_full, k_empty, v_full, v_empty)
-    notes = (facts, facts_full, facts_empty)
+    notes = (facts, facts_full, facts_empty, failed)
     shared = (outputs, queries, ring, notes, turn, num_heads, seqlen_q, seqlen_k, left, right, scale, softcap)
     # Written out, for a list or tuple that is given a name loses its compile-time values.
     if NWG == 2:
@@ -367,13 +418,13 @@ def _attn_fwd_kernel(
             [
                 (_consumer, (shared, 0, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
                              MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
-                             WEIGHTS_FIRST)),
+                             WEIGHTS_FIRST, FIRST_MAX)),
                 (_consumer, (shared, 1, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
                              MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
-                             WEIGHTS_FIRST)),
+                             WEIGHTS_FIRST, FIRST_MAX)),
                 (_producer, (q, k, v, queries, ring, notes, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                              batch, num_heads, group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right,
-                             NWG, BLOCK_N, NST, NAMED)),
+                             NWG, BLOCK_N, NST, NAMED, FIRST_MAX)),
             ],
             [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
@@ -382,16 +433,16 @@ def _attn_fwd_kernel(
             [
                 (_consumer, (shared, 0, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
                              MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
-                             WEIGHTS_FIRST)),
+                             WEIGHTS_FIRST, FIRST_MAX)),
                 (_consumer, (shared, 1, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
                              MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
-                             WEIGHTS_FIRST)),
+                             WEIGHTS_FIRST, FIRST_MAX)),
                 (_consumer, (shared, 2, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
                              MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
-                             WEIGHTS_FIRST)),
+                             WEIGHTS_FIRST, FIRST_MAX)),
                 (_producer, (q, k, v, queries, ring, notes, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                              batch, num_heads, group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right,
-                             NWG, BLOCK_N, NST, NAMED)),
+                             NWG, BLOCK_N, NST, NAMED, FIRST_MAX)),
             ],
             [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip

@@ -28,6 +28,7 @@ class FwdTile:
     share_o: bool = False
     q_in_registers: bool = False
     weights_first: bool = False
+    first_max: bool = True
 
     def __post_init__(self) -> None:
         # One stage waits for itself, and hardware barriers are numbered for four stages and three turns.
