@@ -153,6 +153,7 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: FwdTile, n
         "QREG": tile.q_in_registers,
         "WEIGHTS_FIRST": tile.weights_first,
         "FIRST_MAX": tile.first_max and problem.dtype == torch.bfloat16 and problem.window_left is None,
+        "EMPTY_ROWS": ragged or problem.window_left is not None or _sees_nothing_first(problem),
         "CONSUMER_REGISTERS": tile.registers[0],
         "PRODUCER_REGISTERS": tile.registers[1],
     }
@@ -164,6 +165,12 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: FwdTile, n
     }
     grid = (min(num_sms, num_tiles),)
     return Launch(_attn_fwd_kernel, grid, tensors, args, num_warps=4, num_stages=1, descriptors=descriptors)
+
+
+def _sees_nothing_first(problem: AttentionProblem) -> bool:
+    """Whether the first row sees no key: with a right edge alone, others see more."""
+    right = problem.window_right
+    return right is not None and problem.seqlen_k - problem.seqlen_q + right < 0
 
 
 def _descriptor(problem: AttentionProblem, tensors: Tensors, name: str, block: tuple[int, ...]) -> Descriptor:

@@ -226,6 +226,12 @@ def weights(s, m_i, scale, SCALED: gl.constexpr):
 
 
 @gluon.jit
+def log2(x):
+    """For x from 2^-126 on, and 0 and NaN; Gluon's has a branch for smaller ones."""
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def row_sum(p, BLOCK_N: gl.constexpr):
     """Sums over the columns that a thread holds; lanes are added up at the end of the tile."""
     return gl.sum(gl.reshape(p, [64, BLOCK_N // 8, 8]), axis=1)

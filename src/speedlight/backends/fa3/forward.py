@@ -42,6 +42,7 @@ from .common import (
     hides,
     issue_scores,
     key_blocks,
+    log2,
     mark_failed,
     mask,
     pack,
@@ -65,6 +66,41 @@ from .versions import tma_load, tma_store
 
 
 @gluon.jit
+def _locate(tile, sides, batch, num_heads, seqlen_q, seqlen_k, num_tiles, heads_together, BLOCK_M: gl.constexpr):
+    """Batch entry and head of a tile, its first row, and of its sequence: the start, the rows, and the used lengths."""
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = sides
+    tile = gl.minimum(tile, num_tiles - 1)
+    if cu_seqlens_q is not None:
+        # Backwards: the last block of a sequence has the most keys under a causal mask.
+        nth = num_tiles - 1 - tile
+        b, block, q_start, q_rows = locate_tile(nth // num_heads, cu_seqlens_q, batch, seqlen_q, BLOCK_M)
+        h = nth % num_heads
+        k_start, k_rows = other_side(b, cu_seqlens_k, batch, seqlen_k)
+    else:
+        # The longest tiles of heads_together heads, whose K and V share the L2 cache, then their next longest.
+        num_m = gl.cdiv(seqlen_q, BLOCK_M)
+        group = tile // (num_m * heads_together)
+        member = tile % (num_m * heads_together)
+        heads = gl.minimum(batch * num_heads - group * heads_together, heads_together)
+        block = num_m - 1 - member // heads
+        b = (group * heads_together + member % heads) // num_heads
+        h = (group * heads_together + member % heads) % num_heads
+        q_start, q_rows, k_start, k_rows = 0, seqlen_q, 0, seqlen_k
+    used_q = used_length(seqused_q, b, batch, q_rows)
+    used_k = used_length(seqused_k, b, batch, k_rows)
+    return b, h, block * BLOCK_M, q_start, q_rows, used_q, used_k, k_start
+
+
+@gluon.jit
+def _fetch_key_block(tensor, ring, full, empty, FIRST: gl.constexpr, n, where, NWG: gl.constexpr, NST: gl.constexpr,
+                     NAMED: gl.constexpr):  # fmt: skip
+    """K or V of block number n."""
+    acquire(empty, n, FIRST, NWG, NST, NAMED)
+    mbarrier.expect(full.index(n % NST), tensor.block_type.nbytes)
+    tma_load(tensor, where, full.index(n % NST), ring.index(n % NST))
+
+
+@gluon.jit
 def _producer(
     q, k, v, queries, ring, notes, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, batch, num_heads,
     group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right, NWG: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -82,29 +118,16 @@ def _producer(
     more = 1
     sent, sent_before = -1, -1
     again, again_too = -1, -1
+    sides = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     tile = gl.program_id(0)
+    b, h, start_m, q_start, q_rows, used_q, used_k, k_start = _locate(
+        tile, sides, batch, num_heads, seqlen_q, seqlen_k, num_tiles, heads_together, BLOCK_M
+    )
     while tile < num_tiles:
-        following = gl.atomic_add(counter, 1) + programs
-        if cu_seqlens_q is not None:
-            # Backwards: the last block of a sequence has the most keys under a causal mask.
-            nth = num_tiles - 1 - tile
-            b, block, q_start, q_rows = locate_tile(nth // num_heads, cu_seqlens_q, batch, seqlen_q, BLOCK_M)
-            h = nth % num_heads
-            k_start, k_rows = other_side(b, cu_seqlens_k, batch, seqlen_k)
-        else:
-            # The longest tiles of heads_together heads, whose K and V share the L2 cache, then their next longest.
-            num_m = gl.cdiv(seqlen_q, BLOCK_M)
-            group = tile // (num_m * heads_together)
-            member = tile % (num_m * heads_together)
-            heads = gl.minimum(batch * num_heads - group * heads_together, heads_together)
-            block = num_m - 1 - member // heads
-            b = (group * heads_together + member % heads) // num_heads
-            h = (group * heads_together + member % heads) % num_heads
-            q_start, q_rows, k_start, k_rows = 0, seqlen_q, 0, seqlen_k
-        used_q = used_length(seqused_q, b, batch, q_rows)
-        used_k = used_length(seqused_k, b, batch, k_rows)
-        start_m = block * BLOCK_M
         batch_row = b if cu_seqlens_q is None else 0
+        hk = h // group_size
+        row = 0
+        count = 0
         if start_m < q_rows:
             wait_for_room(notes, tiles_before)
             if FIRST_MAX:
@@ -116,24 +139,26 @@ def _producer(
             send(notes, tiles_before, more, start_m, used_q, used_k, q_start, q_rows, batch_row, h)
             tiles_before += 1
             first, count = key_blocks(start_m, used_q, used_k, left, right, BLOCK_M, BLOCK_N)
-            hk = h // group_size
-            for n in range(count):
-                row = k_start + (first + count - 1 - n) * BLOCK_N
-                stage = blocks_before % NST
-                acquire(k_empty, blocks_before, 5, NWG, NST, NAMED)
-                mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
-                tma_load(k, [batch_row, row, hk, 0], k_full.index(stage), k_s.index(stage))
-                if n == 0:  # after the first K, which has room while the consumers still hold the old Q
-                    for w in gl.static_range(NWG):
-                        mbarrier.wait(q_empty.index(w), (queries_before & 1) ^ 1)
-                        mbarrier.expect(q_full.index(w), q.block_type.nbytes)
-                        tma_load(q, [batch_row, q_start + start_m + w * 64, h, 0], q_full.index(w), q_s.index(w))
-                    queries_before += 1
-                acquire(v_empty, blocks_before, 12, NWG, NST, NAMED)
-                mbarrier.expect(v_full.index(stage), v.block_type.nbytes)
-                tma_load(v, [batch_row, row, hk, 0], v_full.index(stage), v_s.index(stage))
-                blocks_before += 1
-        tile = following
+            row = k_start + (first + count - 1) * BLOCK_N
+            if count > 0:
+                # The first K before Q, since it has room while the consumers still hold the old Q.
+                _fetch_key_block(k, k_s, k_full, k_empty, 5, blocks_before, [batch_row, row, hk, 0], NWG, NST, NAMED)
+                for w in gl.static_range(NWG):
+                    mbarrier.wait(q_empty.index(w), (queries_before & 1) ^ 1)
+                    mbarrier.expect(q_full.index(w), q.block_type.nbytes)
+                    tma_load(q, [batch_row, q_start + start_m + w * 64, h, 0], q_full.index(w), q_s.index(w))
+                queries_before += 1
+        # Which tile comes next, and where it is, takes more than 1000 clocks: now, while there is work for more.
+        tile = gl.atomic_add(counter, 1, sem="relaxed") + programs
+        b, h, start_m, q_start, q_rows, used_q, used_k, k_start = _locate(
+            tile, sides, batch, num_heads, seqlen_q, seqlen_k, num_tiles, heads_together, BLOCK_M
+        )
+        for n in range(count):
+            if n > 0:
+                _fetch_key_block(k, k_s, k_full, k_empty, 5, blocks_before, [batch_row, row, hk, 0], NWG, NST, NAMED)
+            _fetch_key_block(v, v_s, v_full, v_empty, 12, blocks_before, [batch_row, row, hk, 0], NWG, NST, NAMED)
+            blocks_before += 1
+            row -= BLOCK_N
         if FIRST_MAX:
             if tile >= num_tiles:
                 for i in gl.static_range(2):
@@ -145,6 +170,9 @@ def _producer(
                 if again >= 0:
                     tile = again
                     again, again_too = again_too, -1
+                    b, h, start_m, q_start, q_rows, used_q, used_k, k_start = _locate(
+                        tile, sides, batch, num_heads, seqlen_q, seqlen_k, num_tiles, heads_together, BLOCK_M
+                    )
     wait_for_room(notes, tiles_before)
     send(notes, tiles_before, 0, 0, 0, 0, 0, 0, 0, 0)
     if NAMED:  # leave no hardware barrier half full
@@ -153,18 +181,18 @@ def _producer(
                 acquire(k_empty, NST + i, 5, NWG, NST, NAMED)
                 acquire(v_empty, NST + i, 12, NWG, NST, NAMED)
     # The last program to end leaves the counter as it found it, for the next launch on this stream.
-    if gl.atomic_add(counter + 1, 1) == programs - 1:
+    if gl.atomic_add(counter + 1, 1, sem="relaxed") == programs - 1:
         gl.store(counter, 0)
         gl.store(counter + 1, 0)
 
 
 @gluon.jit
 def _consumer(
-    shared, WG: gl.constexpr, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, HEAD_DIM_V: gl.constexpr,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    shared, WG: gl.constexpr, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     MASK_FIRST: gl.constexpr, MASK_ALL: gl.constexpr, RAGGED: gl.constexpr, SOFTCAP: gl.constexpr,
     SCALE_FIRST: gl.constexpr, PINGPONG: gl.constexpr, SHARE_O: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr,
-    WEIGHTS_FIRST: gl.constexpr, FIRST_MAX: gl.constexpr,
+    WEIGHTS_FIRST: gl.constexpr, FIRST_MAX: gl.constexpr, EMPTY_ROWS: gl.constexpr,
 ):  # fmt: skip
     outputs, queries, ring, notes, turn, num_heads, seqlen_q, seqlen_k, left, right, scale, softcap = shared
     out_tiles, out, lse, o_s = outputs
@@ -276,7 +304,8 @@ def _consumer(
                         clear_rows(v_now, seen_lo - start_n, BLOCK_N, BLOCK_N, BLOCK_DV)
                 it += 1
 
-            o = rescaled(o, alpha)
+            if with_maxima > 1:
+                o = rescaled(o, alpha)
             if FIRST_MAX:
                 for n in range(with_maxima, count):
                     stage = it % NST
@@ -313,15 +342,14 @@ def _consumer(
             sees = (l_sum != 0.0) & (offs_m < used_q)
             if FIRST_MAX:
                 mark_failed(failed.index((tiles_before & 1) * NWG + WG), sees & (not wary), l_sum)
-            lse_i = gl.where(sees, (m_i + gl.log2(l_sum)) * LN_2, float("-inf"))
-            gl.store(lse + (b * num_heads + h).to(gl.int64) * seqlen_q + q_start + offs_m, lse_i, mask=offs_m < q_rows)
             o = rescaled(o, gl.where(sees, 1.0 / l_sum, 0.0))
-            o = gl.where(gl.expand_dims(gl.convert_layout(sees, gl.SliceLayout(1, o_layout)), 1), o, 0.0)
+            if EMPTY_ROWS:  # 0 * NaN is NaN
+                o = gl.where(gl.expand_dims(gl.convert_layout(sees, gl.SliceLayout(1, o_layout)), 1), o, 0.0)
             o_tile = o_s.index(WG)
             o_rows = o_tile.reshape([64, BLOCK_DV])
             if not SHARE_O:
                 tma.store_wait(0)
-            o_rows.store(o.to(dtype))
+            o_rows.store(unpack(pack(o, dtype, BLOCK_DV), dtype, o_layout, BLOCK_DV))
             fence_async_shared()
             if RAGGED:
                 if row + 64 <= q_rows:
@@ -332,6 +360,9 @@ def _consumer(
                                 BLOCK_DV)  # fmt: skip
             else:
                 tma_store(out_tiles, [b, row, h, 0], o_tile)
+            # After the fence, which waits for stores.
+            lse_i = gl.where(sees, (m_i + log2(l_sum)) * LN_2, float("-inf"))
+            gl.store(lse + (b * num_heads + h).to(gl.int64) * seqlen_q + q_start + offs_m, lse_i, mask=offs_m < q_rows)
             if SHARE_O:
                 tma.store_wait(0)
                 mbarrier.arrive(q_empty.index(WG), count=1)
@@ -362,9 +393,10 @@ def _attn_fwd_kernel(
     softmax_scale, softcap,
     HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_ALL: gl.constexpr, SOFTCAP: gl.constexpr,
-    SCALE_FIRST: gl.constexpr, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, PINGPONG: gl.constexpr,
+    SCALE_FIRST: gl.constexpr, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr,
+    PINGPONG: gl.constexpr,
     SHARE_O: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr, WEIGHTS_FIRST: gl.constexpr,
-    FIRST_MAX: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    FIRST_MAX: gl.constexpr, EMPTY_ROWS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv) and out_tiles (B, Sq, H, Dv) as TMA descriptors; out is the
     memory of out_tiles; lse (B, H, Sq). Packed: B = 1, and the lengths of the sequences in cu_seqlens."""
@@ -418,10 +450,10 @@ def _attn_fwd_kernel(
             [
                 (_consumer, (shared, 0, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
                              MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
-                             WEIGHTS_FIRST, FIRST_MAX)),
+                             WEIGHTS_FIRST, FIRST_MAX, EMPTY_ROWS)),
                 (_consumer, (shared, 1, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
                              MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
-                             WEIGHTS_FIRST, FIRST_MAX)),
+                             WEIGHTS_FIRST, FIRST_MAX, EMPTY_ROWS)),
                 (_producer, (q, k, v, queries, ring, notes, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                              batch, num_heads, group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right,
                              NWG, BLOCK_N, NST, NAMED, FIRST_MAX)),
@@ -433,13 +465,13 @@ def _attn_fwd_kernel(
             [
                 (_consumer, (shared, 0, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
                              MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
-                             WEIGHTS_FIRST, FIRST_MAX)),
+                             WEIGHTS_FIRST, FIRST_MAX, EMPTY_ROWS)),
                 (_consumer, (shared, 1, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
                              MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
-                             WEIGHTS_FIRST, FIRST_MAX)),
+                             WEIGHTS_FIRST, FIRST_MAX, EMPTY_ROWS)),
                 (_consumer, (shared, 2, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
                              MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
-                             WEIGHTS_FIRST, FIRST_MAX)),
+                             WEIGHTS_FIRST, FIRST_MAX, EMPTY_ROWS)),
                 (_producer, (q, k, v, queries, ring, notes, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                              batch, num_heads, group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right,
                              NWG, BLOCK_N, NST, NAMED, FIRST_MAX)),

@@ -40,10 +40,10 @@ class FwdTile:
 
 
 # By measured speed on an H200 (torch 2.11, Triton 3.6.0, 2026-11-30; docs/notes/hopper-forward.md).
-_D64 = FwdTile(3, 128, 4, (160, 24))
-_D64_SHORT_CAUSAL = FwdTile(2, 128, 4, (240, 24), q_in_registers=True, weights_first=True)
-_D128 = FwdTile(2, 128, 2, (240, 24))
-_D256 = FwdTile(2, 64, 2, (240, 24), pingpong=False, share_o=True)
+_D64 = FwdTile(3, 128, 4, (160, 32))
+_D64_SHORT_CAUSAL = FwdTile(2, 128, 4, (240, 32), q_in_registers=True, weights_first=True)
+_D128 = FwdTile(2, 128, 2, (240, 32))
+_D256 = FwdTile(2, 64, 2, (240, 32), pingpong=False, share_o=True)
 TILES = (_D64, _D64_SHORT_CAUSAL, _D128, _D256)
 SHORT = 4096  # keys
 
