@@ -153,6 +153,7 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: FwdTile, n
         "QREG": tile.q_in_registers,
         "WEIGHTS_FIRST": tile.weights_first,
         "FIRST_MAX": tile.first_max and problem.dtype == torch.bfloat16 and problem.window_left is None,
+        "DIAGONAL": only_diagonal and tile.block_m == tile.block_n,
         "EMPTY_ROWS": ragged or problem.window_left is not None or _sees_nothing_first(problem),
         "CONSUMER_REGISTERS": tile.registers[0],
         "PRODUCER_REGISTERS": tile.registers[1],

@@ -212,17 +212,37 @@ def clear_rows(tile, lo, hi, ROWS: gl.constexpr, DIM: gl.constexpr):
 
 
 @gluon.jit
+def halves(s, BLOCK_N: gl.constexpr):
+    """The first and the second half of the columns: other registers, nothing moves."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N // 2, 16])
+    near, far = gl.split(gl.permute(gl.reshape(s, [64, 2, BLOCK_N // 2]), (0, 2, 1)))
+    return gl.convert_layout(near, layout, assert_trivial=True), gl.convert_layout(far, layout, assert_trivial=True)
+
+
+@gluon.jit
+def join_halves(near, far, layout: gl.constexpr, BLOCK_N: gl.constexpr):
+    s = gl.reshape(gl.permute(gl.join(near, far), (0, 2, 1)), [64, BLOCK_N])
+    return gl.convert_layout(s, layout, assert_trivial=True)
+
+
+@gluon.jit
+def first_columns(s, BLOCK_N: gl.constexpr):
+    """A quarter of them."""
+    near, _far = halves(s, BLOCK_N)
+    nearest, _next = halves(near, BLOCK_N // 2)
+    return nearest
+
+
+@gluon.jit
 def row_max(s, m_i, scale, SCALED: gl.constexpr):
-    if SCALED:
-        return gl.maximum(m_i, gl.max(s, 1))
-    return gl.maximum(m_i, gl.max(s, 1) * scale)
+    highest = gl.convert_layout(gl.max(s, 1), m_i.type.layout, assert_trivial=True)
+    return gl.maximum(m_i, highest if SCALED else highest * scale)
 
 
 @gluon.jit
 def weights(s, m_i, scale, SCALED: gl.constexpr):
-    if SCALED:
-        return gl.exp2(s - gl.expand_dims(m_i, 1))
-    return gl.exp2(s * scale - gl.expand_dims(m_i, 1))
+    m = gl.expand_dims(gl.convert_layout(m_i, gl.SliceLayout(1, s.type.layout), assert_trivial=True), 1)
+    return gl.exp2(s - m if SCALED else s * scale - m)
 
 
 @gluon.jit

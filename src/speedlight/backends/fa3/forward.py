@@ -38,9 +38,12 @@ from .common import (
     clear_rows,
     blocks_to_first_max,
     fact,
+    first_columns,
+    halves,
     has_failed,
     hides,
     issue_scores,
+    join_halves,
     key_blocks,
     log2,
     mark_failed,
@@ -154,10 +157,12 @@ def _producer(
             tile, sides, batch, num_heads, seqlen_q, seqlen_k, num_tiles, heads_together, BLOCK_M
         )
         for n in range(count):
-            if n > 0:
-                _fetch_key_block(k, k_s, k_full, k_empty, 5, blocks_before, [batch_row, row, hk, 0], NWG, NST, NAMED)
-            _fetch_key_block(v, v_s, v_full, v_empty, 12, blocks_before, [batch_row, row, hk, 0], NWG, NST, NAMED)
             blocks_before += 1
+            if n + 1 < count:  # room for the next K comes before room for this V
+                where = [batch_row, row - BLOCK_N, hk, 0]
+                _fetch_key_block(k, k_s, k_full, k_empty, 5, blocks_before, where, NWG, NST, NAMED)
+            where = [batch_row, row, hk, 0]
+            _fetch_key_block(v, v_s, v_full, v_empty, 12, blocks_before - 1, where, NWG, NST, NAMED)
             row -= BLOCK_N
         if FIRST_MAX:
             if tile >= num_tiles:
@@ -192,7 +197,7 @@ def _consumer(
     HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     MASK_FIRST: gl.constexpr, MASK_ALL: gl.constexpr, RAGGED: gl.constexpr, SOFTCAP: gl.constexpr,
     SCALE_FIRST: gl.constexpr, PINGPONG: gl.constexpr, SHARE_O: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr,
-    WEIGHTS_FIRST: gl.constexpr, FIRST_MAX: gl.constexpr, EMPTY_ROWS: gl.constexpr,
+    WEIGHTS_FIRST: gl.constexpr, FIRST_MAX: gl.constexpr, DIAGONAL: gl.constexpr, EMPTY_ROWS: gl.constexpr,
 ):  # fmt: skip
     outputs, queries, ring, notes, turn, num_heads, seqlen_q, seqlen_k, left, right, scale, softcap = shared
     out_tiles, out, lse, o_s = outputs
@@ -206,6 +211,7 @@ def _consumer(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    l_layout: gl.constexpr = row_sum(gl.zeros([64, BLOCK_N], gl.float32, s_layout), BLOCK_N).type.layout
     if PINGPONG and NAMED and WG == NWG - 1:
         pass_turn(turn, WG, NWG, NAMED)  # warpgroup 0 goes first
     it = 0
@@ -240,12 +246,32 @@ def _consumer(
             release(k_empty, stage, 5, NWG, NAMED)
             s = score(s, scale, softcap, SOFTCAP, SCALE_FIRST)
             start_n = (first + count - 1) * BLOCK_N
-            if MASK_FIRST:
+            if DIAGONAL:  # of BLOCK_M keys, of which the first warpgroup sees none of the second half
+                near, far = halves(s, BLOCK_N)
+                if WG == 0:
+                    near = mask(near, start_n, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N // 2)
+                else:
+                    middle = start_n + BLOCK_N // 2
+                    far = mask(far, middle, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N // 2)
+                s = join_halves(near, far, s_layout, BLOCK_N)
+            elif MASK_FIRST:
                 s = mask(s, start_n, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N)
-            m_i = row_max(s, m_i, scale, SCALED)
-            p = weights(s, m_i, scale, SCALED)
+            if FIRST_MAX:
+                m_i = row_max(first_columns(s, BLOCK_N), m_i, scale, SCALED)
+                if wary:
+                    m_i = row_max(s, m_i, scale, SCALED)
+            else:
+                m_i = row_max(s, m_i, scale, SCALED)
+            if DIAGONAL and WG == 0:
+                near, far = halves(s, BLOCK_N)
+                p = weights(near, m_i, scale, SCALED)
+                l_i = row_sum(p, BLOCK_N // 2)
+                p = join_halves(p, gl.zeros_like(p), s_layout, BLOCK_N)
+            else:
+                p = weights(s, m_i, scale, SCALED)
+                l_i = row_sum(p, BLOCK_N)
+            l_i = gl.convert_layout(l_i, l_layout, assert_trivial=True)
             alpha = m_i * 0.0 + 1.0
-            l_i = row_sum(p, BLOCK_N)
             pairs = pack(p, dtype, BLOCK_N)
             if RAGGED or HAS_LEFT:
                 if (start_n < seen_lo) | (start_n + BLOCK_N > used_k):
@@ -396,7 +422,7 @@ def _attn_fwd_kernel(
     SCALE_FIRST: gl.constexpr, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr,
     PINGPONG: gl.constexpr,
     SHARE_O: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr, WEIGHTS_FIRST: gl.constexpr,
-    FIRST_MAX: gl.constexpr, EMPTY_ROWS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    FIRST_MAX: gl.constexpr, DIAGONAL: gl.constexpr, EMPTY_ROWS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv) and out_tiles (B, Sq, H, Dv) as TMA descriptors; out is the
     memory of out_tiles; lse (B, H, Sq). Packed: B = 1, and the lengths of the sequences in cu_seqlens."""
@@ -450,10 +476,10 @@ def _attn_fwd_kernel(
             [
                 (_consumer, (shared, 0, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
                              MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
-                             WEIGHTS_FIRST, FIRST_MAX, EMPTY_ROWS)),
+                             WEIGHTS_FIRST, FIRST_MAX, DIAGONAL, EMPTY_ROWS)),
                 (_consumer, (shared, 1, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
                              MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
-                             WEIGHTS_FIRST, FIRST_MAX, EMPTY_ROWS)),
+                             WEIGHTS_FIRST, FIRST_MAX, DIAGONAL, EMPTY_ROWS)),
                 (_producer, (q, k, v, queries, ring, notes, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                              batch, num_heads, group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right,
                              NWG, BLOCK_N, NST, NAMED, FIRST_MAX)),
@@ -465,13 +491,13 @@ def _attn_fwd_kernel(
             [
                 (_consumer, (shared, 0, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
                              MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
-                             WEIGHTS_FIRST, FIRST_MAX, EMPTY_ROWS)),
+                             WEIGHTS_FIRST, FIRST_MAX, DIAGONAL, EMPTY_ROWS)),
                 (_consumer, (shared, 1, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
                              MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
-                             WEIGHTS_FIRST, FIRST_MAX, EMPTY_ROWS)),
+                             WEIGHTS_FIRST, FIRST_MAX, DIAGONAL, EMPTY_ROWS)),
                 (_consumer, (shared, 2, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
                              MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
-                             WEIGHTS_FIRST, FIRST_MAX, EMPTY_ROWS)),
+                             WEIGHTS_FIRST, FIRST_MAX, DIAGONAL, EMPTY_ROWS)),
                 (_producer, (q, k, v, queries, ring, notes, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                              batch, num_heads, group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right,
                              NWG, BLOCK_N, NST, NAMED, FIRST_MAX)),
