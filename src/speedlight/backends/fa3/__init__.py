@@ -121,6 +121,7 @@ def _num_sms(device: torch.device) -> int:
 
 def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: FwdTile, num_sms: int) -> Launch:
     block_d, block_dv = block_dim(problem.head_dim), block_dim(problem.head_dim_v)
+    parts = 2 if block_dv > 128 else 1  # of out, which go through the same shared memory: there is none for more
     blocks_q, blocks_kv = (1, 64, 1, block_d), (1, tile.block_n, 1, block_d)
     num_tiles = programs(tiles_of(problem, problem.seqlen_q, tile.block_m) * problem.num_heads)
     causal_like = problem.window_left is not None or problem.window_right is not None
@@ -148,11 +149,11 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: FwdTile, n
         "BLOCK_N": tile.block_n,
         "NST": tile.num_stages,
         "PINGPONG": tile.pingpong,
-        "SHARE_O": tile.share_o and block_d == block_dv,
+        "O_PARTS": parts,
         "NAMED": NAMED_BARRIERS,
         "QREG": tile.q_in_registers,
         "WEIGHTS_FIRST": tile.weights_first,
-        "FIRST_MAX": tile.first_max and problem.dtype == torch.bfloat16 and problem.window_left is None,
+        "FIRST_MAX": tile.first_max and problem.window_left is None,
         "DIAGONAL": only_diagonal and tile.block_m == tile.block_n,
         "EMPTY_ROWS": ragged or problem.window_left is not None or _sees_nothing_first(problem),
         "CONSUMER_REGISTERS": tile.registers[0],
@@ -162,7 +163,7 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: FwdTile, n
         "q": _descriptor(problem, tensors, "q", blocks_q),
         "k": _descriptor(problem, tensors, "k", blocks_kv),
         "v": _descriptor(problem, tensors, "v", (*blocks_kv[:3], block_dv)),
-        "out_tiles": _descriptor(problem, tensors, "out", (*blocks_q[:3], block_dv)),
+        "out_tiles": _descriptor(problem, tensors, "out", (*blocks_q[:3], block_dv // parts)),
     }
     grid = (min(num_sms, num_tiles),)
     return Launch(_attn_fwd_kernel, grid, tensors, args, num_warps=4, num_stages=1, descriptors=descriptors)

@@ -32,10 +32,11 @@ def blocks_to_first_max(row, first, count, used_q, used_k, right, BLOCK_N: gl.co
 
 
 @gluon.jit
-def mark_failed(failed, rows, l_sum):
-    """Note which rows have weights that got too large beside the maximum of their first blocks, by their sum: up to
-    2^48 each of them has its full precision, and values up to 2^80 cannot overflow with it."""
-    failed.store((rows & ~(l_sum <= 281474976710656.0)).to(gl.int32))
+def mark_failed(failed, rows, l_sum, dtype: gl.constexpr):
+    """Note the rows whose weights got too large beside the maximum of their first block: float16 has no number from
+    2^16 on, and bfloat16 shall leave 2^80 for the values."""
+    LIMIT: gl.constexpr = 2.0**15 if dtype == gl.float16 else 2.0**48
+    failed.store((rows & ~(l_sum <= LIMIT)).to(gl.int32))
 
 
 @gluon.jit
@@ -226,17 +227,23 @@ def join_halves(near, far, layout: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def first_columns(s, BLOCK_N: gl.constexpr):
-    """A quarter of them."""
-    near, _far = halves(s, BLOCK_N)
-    nearest, _next = halves(near, BLOCK_N // 2)
-    return nearest
-
-
-@gluon.jit
 def row_max(s, m_i, scale, SCALED: gl.constexpr):
     highest = gl.convert_layout(gl.max(s, 1), m_i.type.layout, assert_trivial=True)
     return gl.maximum(m_i, highest if SCALED else highest * scale)
+
+
+@gluon.jit
+def first_max(s, m_i, scale, wary, SCALED: gl.constexpr, FIRST_MAX: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Row maximum of the first block, or with FIRST_MAX of its first columns: a row that sees any key of it sees
+    those."""
+    if FIRST_MAX:
+        near, _far = halves(s, BLOCK_N)
+        near, _far = halves(near, BLOCK_N // 2)
+        m_i = row_max(near, m_i, scale, SCALED)
+        if wary:
+            m_i = row_max(s, m_i, scale, SCALED)
+        return m_i
+    return row_max(s, m_i, scale, SCALED)
 
 
 @gluon.jit

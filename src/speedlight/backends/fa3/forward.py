@@ -38,7 +38,7 @@ from .common import (
     clear_rows,
     blocks_to_first_max,
     fact,
-    first_columns,
+    first_max,
     halves,
     has_failed,
     hides,
@@ -116,11 +116,9 @@ def _producer(
     blocks_before = 0
     tiles_before = 0  # that were sent
     queries_before = 0  # tiles that read Q
-    # Where tiles fail for want of maxima, the following ones get them; those that were under way by then, two at most,
-    # are done again in the end.
     more = 1
-    sent, sent_before = -1, -1
-    again, again_too = -1, -1
+    sent, sent_before = -1, -1  # the last tiles
+    again = -1  # one that failed for want of maxima
     sides = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     tile = gl.program_id(0)
     b, h, start_m, q_start, q_rows, used_q, used_k, k_start = _locate(
@@ -136,8 +134,7 @@ def _producer(
             if FIRST_MAX:
                 if tiles_before >= 2:
                     if has_failed(notes, tiles_before, NWG):
-                        more = 2
-                        again, again_too = sent_before, again
+                        again = sent_before
                 sent, sent_before = tile, sent
             send(notes, tiles_before, more, start_m, used_q, used_k, q_start, q_rows, batch_row, h)
             tiles_before += 1
@@ -152,7 +149,11 @@ def _producer(
                     tma_load(q, [batch_row, q_start + start_m + w * 64, h, 0], q_full.index(w), q_s.index(w))
                 queries_before += 1
         # Which tile comes next, and where it is, takes more than 1000 clocks: now, while there is work for more.
-        tile = gl.atomic_add(counter, 1, sem="relaxed") + programs
+        if again >= 0:
+            tile, more, again = again, 2, -1
+        else:
+            tile = gl.atomic_add(counter, 1, sem="relaxed") + programs
+            more = 1
         b, h, start_m, q_start, q_rows, used_q, used_k, k_start = _locate(
             tile, sides, batch, num_heads, seqlen_q, seqlen_k, num_tiles, heads_together, BLOCK_M
         )
@@ -167,14 +168,12 @@ def _producer(
         if FIRST_MAX:
             if tile >= num_tiles:
                 for i in gl.static_range(2):
-                    if tiles_before + i >= 2:
+                    if (again < 0) & (tiles_before + i >= 2):
                         wait_for_room(notes, tiles_before + i)
                         if has_failed(notes, tiles_before + i, NWG):
-                            more = 2
-                            again, again_too = sent_before if i == 0 else sent, again
+                            again = sent_before if i == 0 else sent
                 if again >= 0:
-                    tile = again
-                    again, again_too = again_too, -1
+                    tile, more, again = again, 2, -1
                     b, h, start_m, q_start, q_rows, used_q, used_k, k_start = _locate(
                         tile, sides, batch, num_heads, seqlen_q, seqlen_k, num_tiles, heads_together, BLOCK_M
                     )
@@ -196,11 +195,11 @@ def _consumer(
     shared, WG: gl.constexpr, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     MASK_FIRST: gl.constexpr, MASK_ALL: gl.constexpr, RAGGED: gl.constexpr, SOFTCAP: gl.constexpr,
-    SCALE_FIRST: gl.constexpr, PINGPONG: gl.constexpr, SHARE_O: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr,
+    SCALE_FIRST: gl.constexpr, PINGPONG: gl.constexpr, O_PARTS: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr,
     WEIGHTS_FIRST: gl.constexpr, FIRST_MAX: gl.constexpr, DIAGONAL: gl.constexpr, EMPTY_ROWS: gl.constexpr,
 ):  # fmt: skip
     outputs, queries, ring, notes, turn, num_heads, seqlen_q, seqlen_k, left, right, scale, softcap = shared
-    out_tiles, out, lse, o_s = outputs
+    out, lse = outputs[1], outputs[2]
     q_s, q_full, q_empty = queries
     k_s, v_s, k_full, k_empty, v_full, v_empty = ring
     facts_empty, failed = notes[2], notes[3]
@@ -234,8 +233,7 @@ def _consumer(
             q = q_s.index(WG).reshape([64, BLOCK_D])
             if QREG:
                 q = q.load(gl.DotOperandLayout(0, s_layout, 2))
-                if not SHARE_O:
-                    mbarrier.arrive(q_empty.index(WG), count=1)
+                mbarrier.arrive(q_empty.index(WG), count=1)
             stage = it % NST
             mbarrier.wait(k_full.index(stage), (it // NST) & 1)
             wait_turn(turn, it, WG, PINGPONG, NAMED)
@@ -246,28 +244,22 @@ def _consumer(
             release(k_empty, stage, 5, NWG, NAMED)
             s = score(s, scale, softcap, SOFTCAP, SCALE_FIRST)
             start_n = (first + count - 1) * BLOCK_N
-            if DIAGONAL:  # of BLOCK_M keys, of which the first warpgroup sees none of the second half
-                near, far = halves(s, BLOCK_N)
-                if WG == 0:
-                    near = mask(near, start_n, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N // 2)
-                else:
-                    middle = start_n + BLOCK_N // 2
-                    far = mask(far, middle, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N // 2)
-                s = join_halves(near, far, s_layout, BLOCK_N)
-            elif MASK_FIRST:
-                s = mask(s, start_n, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N)
-            if FIRST_MAX:
-                m_i = row_max(first_columns(s, BLOCK_N), m_i, scale, SCALED)
-                if wary:
-                    m_i = row_max(s, m_i, scale, SCALED)
-            else:
-                m_i = row_max(s, m_i, scale, SCALED)
-            if DIAGONAL and WG == 0:
-                near, far = halves(s, BLOCK_N)
+            if DIAGONAL and WG == 0:  # as many keys as the tile has rows: this warpgroup sees none of the second half
+                near, _far = halves(s, BLOCK_N)
+                near = mask(near, start_n, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N // 2)
+                m_i = first_max(near, m_i, scale, wary, SCALED, FIRST_MAX, BLOCK_N // 2)
                 p = weights(near, m_i, scale, SCALED)
                 l_i = row_sum(p, BLOCK_N // 2)
                 p = join_halves(p, gl.zeros_like(p), s_layout, BLOCK_N)
             else:
+                if DIAGONAL:
+                    near, far = halves(s, BLOCK_N)
+                    middle = start_n + BLOCK_N // 2
+                    far = mask(far, middle, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N // 2)
+                    s = join_halves(near, far, s_layout, BLOCK_N)
+                elif MASK_FIRST:
+                    s = mask(s, start_n, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N)
+                m_i = first_max(s, m_i, scale, wary, SCALED, FIRST_MAX, BLOCK_N)
                 p = weights(s, m_i, scale, SCALED)
                 l_i = row_sum(p, BLOCK_N)
             l_i = gl.convert_layout(l_i, l_layout, assert_trivial=True)
@@ -353,7 +345,7 @@ def _consumer(
                     pairs = pack(p, dtype, BLOCK_N)
                     it += 1
 
-            if not SHARE_O and not QREG:
+            if not QREG:
                 mbarrier.arrive(q_empty.index(WG), count=1)
             before = (it - 1) % NST
             mbarrier.wait(v_full.index(before), ((it - 1) // NST) & 1)
@@ -367,31 +359,20 @@ def _consumer(
             offs_m = row + gl.arange(0, 64, row_layout)
             sees = (l_sum != 0.0) & (offs_m < used_q)
             if FIRST_MAX:
-                mark_failed(failed.index((tiles_before & 1) * NWG + WG), sees & (not wary), l_sum)
+                mark_failed(failed.index((tiles_before & 1) * NWG + WG), sees & (not wary), l_sum, dtype)
             o = rescaled(o, gl.where(sees, 1.0 / l_sum, 0.0))
             if EMPTY_ROWS:  # 0 * NaN is NaN
                 o = gl.where(gl.expand_dims(gl.convert_layout(sees, gl.SliceLayout(1, o_layout)), 1), o, 0.0)
-            o_tile = o_s.index(WG)
-            o_rows = o_tile.reshape([64, BLOCK_DV])
-            if not SHARE_O:
-                tma.store_wait(0)
-            o_rows.store(unpack(pack(o, dtype, BLOCK_DV), dtype, o_layout, BLOCK_DV))
-            fence_async_shared()
-            if RAGGED:
-                if row + 64 <= q_rows:
-                    tma_store(out_tiles, [b, q_start + row, h, 0], o_tile)
-                else:
-                    first_row = (b.to(gl.int64) * seqlen_q + q_start + row) * num_heads + h
-                    store_rows(out + first_row * HEAD_DIM_V, o_rows, num_heads * HEAD_DIM_V, q_rows - row, HEAD_DIM_V,
-                                BLOCK_DV)  # fmt: skip
+            place_of_rows = (b, q_start, row, h, q_rows)
+            if O_PARTS == 2:
+                near, far = halves(o, BLOCK_DV)
+                _store_columns(near, 0, outputs, place_of_rows, num_heads, seqlen_q, WG, HEAD_DIM_V, RAGGED)
+                _store_columns(far, BLOCK_DV // 2, outputs, place_of_rows, num_heads, seqlen_q, WG, HEAD_DIM_V, RAGGED)
             else:
-                tma_store(out_tiles, [b, row, h, 0], o_tile)
+                _store_columns(o, 0, outputs, place_of_rows, num_heads, seqlen_q, WG, HEAD_DIM_V, RAGGED)
             # After the fence, which waits for stores.
             lse_i = gl.where(sees, (m_i + log2(l_sum)) * LN_2, float("-inf"))
             gl.store(lse + (b * num_heads + h).to(gl.int64) * seqlen_q + q_start + offs_m, lse_i, mask=offs_m < q_rows)
-            if SHARE_O:
-                tma.store_wait(0)
-                mbarrier.arrive(q_empty.index(WG), count=1)
             queries_before += 1
         else:
             q_start, q_rows, b, h = place(notes, tiles_before, seqlen_q, RAGGED)
@@ -405,6 +386,30 @@ def _consumer(
     if PINGPONG and NAMED and WG == 0:
         wait_turn(turn, it, WG, PINGPONG, NAMED)  # the last turn that was passed
     tma.store_wait(0)
+
+
+@gluon.jit
+def _store_columns(o, column: gl.constexpr, outputs, place_of_rows, num_heads, seqlen_q, WG: gl.constexpr,
+                   HEAD_DIM_V: gl.constexpr, RAGGED: gl.constexpr):  # fmt: skip
+    """Columns of out from the given one on."""
+    out_tiles, out, _lse, o_s = outputs
+    b, q_start, row, h, q_rows = place_of_rows
+    layout: gl.constexpr = o.type.layout
+    WIDTH: gl.constexpr = o.shape[1]
+    o_tile = o_s.index(WG)
+    o_rows = o_tile.reshape([64, WIDTH])
+    tma.store_wait(0)
+    o_rows.store(unpack(pack(o, o_s.dtype, WIDTH), o_s.dtype, layout, WIDTH))
+    fence_async_shared()
+    if RAGGED:
+        if row + 64 <= q_rows:
+            tma_store(out_tiles, [b, q_start + row, h, column], o_tile)
+        else:
+            first_row = (b.to(gl.int64) * seqlen_q + q_start + row) * num_heads + h
+            store_rows(out + first_row * HEAD_DIM_V + column, o_rows, num_heads * HEAD_DIM_V, q_rows - row,
+                       HEAD_DIM_V - column, WIDTH)  # fmt: skip
+    else:
+        tma_store(out_tiles, [b, row, h, column], o_tile)
 
 
 @gluon.jit(
@@ -421,7 +426,7 @@ def _attn_fwd_kernel(
     HAS_RIGHT: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_ALL: gl.constexpr, SOFTCAP: gl.constexpr,
     SCALE_FIRST: gl.constexpr, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr,
     PINGPONG: gl.constexpr,
-    SHARE_O: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr, WEIGHTS_FIRST: gl.constexpr,
+    O_PARTS: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr, WEIGHTS_FIRST: gl.constexpr,
     FIRST_MAX: gl.constexpr, DIAGONAL: gl.constexpr, EMPTY_ROWS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv) and out_tiles (B, Sq, H, Dv) as TMA descriptors; out is the
@@ -431,10 +436,7 @@ def _attn_fwd_kernel(
     q_s = gl.allocate_shared_memory(dtype, [NWG, 1, 64, 1, BLOCK_D], q.layout)
     k_s = gl.allocate_shared_memory(dtype, [NST, 1, BLOCK_N, 1, BLOCK_D], k.layout)
     v_s = gl.allocate_shared_memory(dtype, [NST, 1, BLOCK_N, 1, BLOCK_DV], v.layout)
-    if SHARE_O:
-        o_s = q_s
-    else:
-        o_s = gl.allocate_shared_memory(dtype, [NWG, 1, 64, 1, BLOCK_DV], out_tiles.layout)
+    o_s = gl.allocate_shared_memory(dtype, [NWG, 1, 64, 1, BLOCK_DV // O_PARTS], out_tiles.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [NWG, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [NWG, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [NWG, 1], mbarrier.MBarrierLayout())
@@ -475,10 +477,10 @@ def _attn_fwd_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
+                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, O_PARTS, NAMED, QREG,
                              WEIGHTS_FIRST, FIRST_MAX, DIAGONAL, EMPTY_ROWS)),
                 (_consumer, (shared, 1, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
+                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, O_PARTS, NAMED, QREG,
                              WEIGHTS_FIRST, FIRST_MAX, DIAGONAL, EMPTY_ROWS)),
                 (_producer, (q, k, v, queries, ring, notes, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                              batch, num_heads, group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right,
@@ -490,13 +492,13 @@ def _attn_fwd_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
+                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, O_PARTS, NAMED, QREG,
                              WEIGHTS_FIRST, FIRST_MAX, DIAGONAL, EMPTY_ROWS)),
                 (_consumer, (shared, 1, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
+                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, O_PARTS, NAMED, QREG,
                              WEIGHTS_FIRST, FIRST_MAX, DIAGONAL, EMPTY_ROWS)),
                 (_consumer, (shared, 2, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, SHARE_O, NAMED, QREG,
+                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, O_PARTS, NAMED, QREG,
                              WEIGHTS_FIRST, FIRST_MAX, DIAGONAL, EMPTY_ROWS)),
                 (_producer, (q, k, v, queries, ring, notes, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                              batch, num_heads, group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right,

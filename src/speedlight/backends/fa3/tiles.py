@@ -14,7 +14,6 @@ class FwdTile:
     in shared memory. ``registers`` for each thread of the consumers (all but one) and of the producer.
 
     pingpong: the warpgroups take turns in issuing products.
-    share_o: out leaves through Q's memory.
     q_in_registers: Q K^T takes Q from registers, not from shared memory.
     weights_first: exp2 of the scores stands before exp2 of the rescaling factors in the source. The sums are the same,
         ptxas's schedule is not.
@@ -25,7 +24,6 @@ class FwdTile:
     num_stages: int
     registers: tuple[int, int]
     pingpong: bool = True
-    share_o: bool = False
     q_in_registers: bool = False
     weights_first: bool = False
     first_max: bool = True
@@ -43,7 +41,7 @@ class FwdTile:
 _D64 = FwdTile(3, 128, 4, (160, 32))
 _D64_SHORT_CAUSAL = FwdTile(2, 128, 4, (240, 32), q_in_registers=True, weights_first=True)
 _D128 = FwdTile(2, 128, 2, (240, 32))
-_D256 = FwdTile(2, 64, 2, (240, 32), pingpong=False, share_o=True)
+_D256 = FwdTile(2, 64, 2, (240, 32), pingpong=False)
 TILES = (_D64, _D64_SHORT_CAUSAL, _D128, _D256)
 SHORT = 4096  # keys
 
