@@ -153,7 +153,8 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: FwdTile, n
         "NAMED": NAMED_BARRIERS,
         "QREG": tile.q_in_registers,
         "WEIGHTS_FIRST": tile.weights_first,
-        "FIRST_MAX": tile.first_max and problem.window_left is None,
+        # A row that sees any key of a block with its right edge has to see the first ones.
+        "FIRST_MAX": tile.first_max and (problem.window_left is None or problem.window_left >= tile.block_n),
         "DIAGONAL": only_diagonal and tile.block_m == tile.block_n,
         "EMPTY_ROWS": ragged or problem.window_left is not None or _sees_nothing_first(problem),
         "CONSUMER_REGISTERS": tile.registers[0],

@@ -23,12 +23,45 @@ def key_blocks(start_m, used_q, used_k, left, right, BLOCK_M: gl.constexpr, BLOC
 
 
 @gluon.jit
-def blocks_to_first_max(row, first, count, used_q, used_k, right, BLOCK_N: gl.constexpr):
-    """How many blocks, from the last one, hold a hidden pair or are needed for each of 64 rows to see a key."""
-    seen_by_all = gl.minimum(gl.maximum(row + used_k - used_q + right + 1, 0), used_k)
-    whole = gl.maximum(seen_by_all // BLOCK_N - first, 0)
-    masked = count - whole
-    return gl.minimum(gl.where(seen_by_all % BLOCK_N == 0, masked + 1, masked), count)
+def seen_whole(row, first, used_q, used_k, right, BLOCK_N: gl.constexpr):
+    """How many keys every row from the given one on sees, and how many blocks of them, if none is hidden on the left."""
+    seen = gl.minimum(gl.maximum(row + used_k - used_q + right + 1, 0), used_k)
+    return seen, gl.maximum(seen // BLOCK_N - first, 0)
+
+
+@gluon.jit
+def masked_blocks(start_m, first, count, used_q, used_k, left, right, HAS_LEFT: gl.constexpr, BLOCK_M: gl.constexpr,
+                  BLOCK_N: gl.constexpr):  # fmt: skip
+    """How many blocks of a tile hold a pair that is hidden on the right, and how many of the others one hidden on the
+    left."""
+    _seen, whole = seen_whole(start_m, first, used_q, used_k, right, BLOCK_N)
+    on_the_right = count - gl.minimum(whole, count)
+    on_the_left = 0
+    if HAS_LEFT:
+        first_seen_by_all = gl.maximum(start_m + BLOCK_M - 1 + used_k - used_q - left, 0)
+        on_the_left = gl.maximum(gl.minimum(gl.cdiv(first_seen_by_all, BLOCK_N) - first, count - on_the_right), 0)
+    return on_the_right, on_the_left
+
+
+@gluon.jit
+def key_block(n, first, count, on_the_right, on_the_left, HAS_LEFT: gl.constexpr):
+    """The n-th block of a tile: from the last one to the first, but those masked on the left right after those masked
+    on the right."""
+    block = first + count - 1 - n
+    if HAS_LEFT:
+        beyond = gl.where(n < on_the_right + on_the_left, first + n - on_the_right, block + on_the_left)
+        block = gl.where(n < on_the_right, block, beyond)
+    return block
+
+
+@gluon.jit
+def blocks_to_first_max(row, first, count, used_q, used_k, right, on_the_right, on_the_left, HAS_LEFT: gl.constexpr,
+                        BLOCK_N: gl.constexpr):  # fmt: skip
+    """How many blocks of a tile, in its order, hold a pair hidden from one of 64 rows or are needed for each of the
+    rows to see a key."""
+    seen, whole = seen_whole(row, first, used_q, used_k, right, BLOCK_N)
+    masked = on_the_right + on_the_left if HAS_LEFT else count - whole
+    return gl.minimum(gl.where(seen % BLOCK_N == 0, masked + 1, masked), count)
 
 
 @gluon.jit

@@ -44,10 +44,12 @@ from .common import (
     hides,
     issue_scores,
     join_halves,
+    key_block,
     key_blocks,
     log2,
     mark_failed,
     mask,
+    masked_blocks,
     pack,
     pass_turn,
     place,
@@ -107,7 +109,7 @@ def _fetch_key_block(tensor, ring, full, empty, FIRST: gl.constexpr, n, where, N
 def _producer(
     q, k, v, queries, ring, notes, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, batch, num_heads,
     group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right, NWG: gl.constexpr, BLOCK_N: gl.constexpr,
-    NST: gl.constexpr, NAMED: gl.constexpr, FIRST_MAX: gl.constexpr,
+    NST: gl.constexpr, NAMED: gl.constexpr, FIRST_MAX: gl.constexpr, HAS_LEFT: gl.constexpr,
 ):  # fmt: skip
     q_s, q_full, q_empty = queries
     k_s, v_s, k_full, k_empty, v_full, v_empty = ring
@@ -127,8 +129,8 @@ def _producer(
     while tile < num_tiles:
         batch_row = b if cu_seqlens_q is None else 0
         hk = h // group_size
-        row = 0
-        count = 0
+        rows = k_start
+        first, count, on_the_right, on_the_left = 0, 0, 0, 0
         if start_m < q_rows:
             wait_for_room(notes, tiles_before)
             if FIRST_MAX:
@@ -139,8 +141,11 @@ def _producer(
             send(notes, tiles_before, more, start_m, used_q, used_k, q_start, q_rows, batch_row, h)
             tiles_before += 1
             first, count = key_blocks(start_m, used_q, used_k, left, right, BLOCK_M, BLOCK_N)
-            row = k_start + (first + count - 1) * BLOCK_N
+            on_the_right, on_the_left = masked_blocks(
+                start_m, first, count, used_q, used_k, left, right, HAS_LEFT, BLOCK_M, BLOCK_N
+            )
             if count > 0:
+                row = rows + (first + count - 1) * BLOCK_N
                 # The first K before Q, since it has room while the consumers still hold the old Q.
                 _fetch_key_block(k, k_s, k_full, k_empty, 5, blocks_before, [batch_row, row, hk, 0], NWG, NST, NAMED)
                 for w in gl.static_range(NWG):
@@ -160,11 +165,12 @@ def _producer(
         for n in range(count):
             blocks_before += 1
             if n + 1 < count:  # room for the next K comes before room for this V
-                where = [batch_row, row - BLOCK_N, hk, 0]
+                row = rows + key_block(n + 1, first, count, on_the_right, on_the_left, HAS_LEFT) * BLOCK_N
+                where = [batch_row, row, hk, 0]
                 _fetch_key_block(k, k_s, k_full, k_empty, 5, blocks_before, where, NWG, NST, NAMED)
+            row = rows + key_block(n, first, count, on_the_right, on_the_left, HAS_LEFT) * BLOCK_N
             where = [batch_row, row, hk, 0]
             _fetch_key_block(v, v_s, v_full, v_empty, 12, blocks_before - 1, where, NWG, NST, NAMED)
-            row -= BLOCK_N
         if FIRST_MAX:
             if tile >= num_tiles:
                 for i in gl.static_range(2):
@@ -223,6 +229,9 @@ def _consumer(
         used_k = fact(notes, tiles_before, 3) if RAGGED else seqlen_k
         row = start_m + WG * 64
         first, count = key_blocks(start_m, used_q, used_k, left, right, BLOCK_M, BLOCK_N)
+        on_the_right, on_the_left = masked_blocks(
+            start_m, first, count, used_q, used_k, left, right, HAS_LEFT, BLOCK_M, BLOCK_N
+        )
         # V rows that no row of the sequence sees must not take part, whatever they hold.
         seen_lo, _seen_hi = seen_keys(used_q, used_k, left, right)
         if count > 0:
@@ -276,9 +285,11 @@ def _consumer(
             with_maxima = count
             if FIRST_MAX:
                 if not wary:
-                    with_maxima = blocks_to_first_max(row, first, count, used_q, used_k, right, BLOCK_N)
+                    with_maxima = blocks_to_first_max(
+                        row, first, count, used_q, used_k, right, on_the_right, on_the_left, HAS_LEFT, BLOCK_N
+                    )
             for n in range(1, with_maxima):
-                start_n = (first + count - 1 - n) * BLOCK_N
+                start_n = key_block(n, first, count, on_the_right, on_the_left, HAS_LEFT) * BLOCK_N
                 stage = it % NST
                 before = (it - 1) % NST
                 v_tile = v_s.index(before).reshape([BLOCK_N, BLOCK_DV])
@@ -484,7 +495,7 @@ def _attn_fwd_kernel(
                              WEIGHTS_FIRST, FIRST_MAX, DIAGONAL, EMPTY_ROWS)),
                 (_producer, (q, k, v, queries, ring, notes, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                              batch, num_heads, group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right,
-                             NWG, BLOCK_N, NST, NAMED, FIRST_MAX)),
+                             NWG, BLOCK_N, NST, NAMED, FIRST_MAX, HAS_LEFT)),
             ],
             [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
@@ -502,7 +513,7 @@ def _attn_fwd_kernel(
                              WEIGHTS_FIRST, FIRST_MAX, DIAGONAL, EMPTY_ROWS)),
                 (_producer, (q, k, v, queries, ring, notes, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                              batch, num_heads, group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right,
-                             NWG, BLOCK_N, NST, NAMED, FIRST_MAX)),
+                             NWG, BLOCK_N, NST, NAMED, FIRST_MAX, HAS_LEFT)),
             ],
             [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
