@@ -401,6 +401,57 @@ def test_fa3_passes_from_tile_to_tile(head_dim, options):
 
 
 @pytest.mark.skipif(not _HOPPER, reason="needs Hopper")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", [dict(causal=True), dict(window=(300, 0)), dict(window=(150, 200)), {}], ids=str)
+def test_fa3_does_tiles_again_whose_first_columns_mislead(head_dim, dtype, options):
+    """Keys whose scores are larger than those of the first block by more than 2^100, or only by 2^20: for single rows,
+    for all, in every tile of a program or in its last. The other sequences keep their bits, and every launch gives the
+    same."""
+    q, k, v = _qkv(*[(40, 700, 4, head_dim)] * 3, dtype=dtype)
+    calm = speedlight.attention(q, k, v, backend="fa3", **options)
+    k[1, 3] *= 60
+    k[2, 690:] *= 60
+    k[3:9, 100:300, 1] *= 30
+    k[12, ::50] *= 3
+    k[39, 400] *= 60
+    q[20, 333] *= 60
+    spiked = [1, 2, 3, 4, 5, 6, 7, 8, 12, 20, 39]
+    out, lse = speedlight.attention(q, k, v, return_lse=True, backend="fa3", **options)
+    for n in spiked:
+        one = [t[n : n + 1] for t in (q, k, v)]
+        ref, ref_lse = reference.attention(*one, return_lse=True, **options)
+        _close(out[n : n + 1], ref, dtype)
+        torch.testing.assert_close(lse[n : n + 1].double(), ref_lse, rtol=1e-5, atol=1e-4)
+    others = [n for n in range(40) if n not in spiked]
+    assert torch.equal(out[others], calm[others])
+    for _ in range(20):
+        assert torch.equal(out, speedlight.attention(q, k, v, backend="fa3", **options))
+    cu = torch.arange(0, 40 * 700 + 1, 700, device="cuda", dtype=torch.int32)
+    packed, packed_lse = speedlight.attention_varlen(
+        *(t.flatten(0, 1) for t in (q, k, v)), cu, cu, return_lse=True, backend="fa3", **options
+    )
+    _close(packed.view_as(out), out.double(), dtype)
+    torch.testing.assert_close(packed_lse.view(4, 40, 700).transpose(0, 1), lse, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.skipif(not _HOPPER, reason="needs Hopper")
+@pytest.mark.parametrize("options", [dict(causal=True), {}], ids=str)
+def test_fa3_passes_nan_and_infinity_on(options):
+    """To the rows that see them, and to no others."""
+    q, k, v = _qkv(*[(4, 500, 2, 128)] * 3)
+    k[0, 40, 0, 3] = float("nan")
+    k[1, 499, 1, 5] = float("inf")
+    q[2, 130, 0, 7] = float("nan")
+    v[3, 300, 1, 9] = float("-inf")
+    out, lse = speedlight.attention(q, k, v, return_lse=True, backend="fa3", **options)
+    ref, ref_lse = reference.attention(q, k, v, return_lse=True, **options)
+    assert torch.equal(out.isfinite(), ref.isfinite())
+    assert torch.equal(lse.isfinite(), ref_lse.isfinite())
+    _close(out.where(ref.isfinite(), 0), ref.where(ref.isfinite(), 0), q.dtype)
+
+
+@pytest.mark.skipif(not _HOPPER, reason="needs Hopper")
 def test_fa3_leaves_to_fa2_what_tma_cannot_address():
     """Odd strides and offsets: the same numbers as fa2 itself, and no copy of an input."""
     base = torch.randn(2, 100, 2, 80, device="cuda", dtype=torch.bfloat16)

@@ -44,26 +44,29 @@ def backends(monkeypatch):
 # Order
 
 
-def test_the_fast_backend_comes_first_and_the_one_for_study_is_not_chosen(backends):
-    assert AUTOMATIC == ("fa2", "cpu")
+def test_the_fastest_backend_comes_first_and_the_one_for_study_is_not_chosen(backends):
+    assert AUTOMATIC == ("fa3", "fa2", "cpu")
     for gpu in GPUS:
         choice = choose_for(problem(), gpu, None)
-        assert (choice.name, choice.refused) == ("fa2", ())
+        assert (choice.name, choice.refused) == ("fa3", ())
 
 
 def test_what_one_refuses_the_next_one_serves(backends):
+    backends["fa3"] = "too old"
+    choice = choose_for(problem(), GPUS[0], None)
+    assert (choice.name, choice.module.__name__) == ("fa2", "fa2")
+    assert choice.refused == (("fa3", "too old"),)
     backends["fa2"] = "too wide"
     choice = choose_for(problem(), GPUS[0], None)
     assert (choice.name, choice.module.__name__) == ("cpu", "cpu")
-    assert choice.refused == (("fa2", "too wide"),)
+    assert choice.refused == (("fa3", "too old"), ("fa2", "too wide"))
 
 
 def test_without_triton_only_torch_operations_are_left():
     choice = choose_for(problem(), TORCH, None)
     assert choice.name == "cpu"
-    [(name, reason)] = choice.refused
-    assert name == "fa2"
-    assert "Triton" in reason
+    assert [name for name, _ in choice.refused] == ["fa3", "fa2"]
+    assert all("Triton" in reason for _, reason in choice.refused)
 
 
 # Asked means asked
@@ -84,10 +87,11 @@ def test_the_one_asked_for_raises_rather_than_being_replaced(backends, name):
 
 
 def test_when_all_refuse_every_reason_is_given(backends):
-    backends.update(fa2="first reason", cpu="second reason", fa1="never asked", fa3="nor this")
+    backends.update(fa3="first reason", fa2="second reason", cpu="third reason", fa1="never asked")
     with pytest.raises(UnsupportedError) as caught:
         choose_for(problem(), Target.parse("gfx942"), None)
-    assert str(caught.value) == "no backend can serve this problem on gfx942 (fa2: first reason; cpu: second reason)"
+    reasons = "fa3: first reason; fa2: second reason; cpu: third reason"
+    assert str(caught.value) == f"no backend can serve this problem on gfx942 ({reasons})"
     assert isinstance(caught.value, NotImplementedError)
 
 
@@ -114,15 +118,17 @@ def test_kernels_asked_for_on_a_device_without_triton_say_what_is_missing(name, 
 
 @TRITON
 @pytest.mark.parametrize("gpu", GPUS, ids=str)
-def test_half_precision_runs_on_fa2_everywhere_and_when_asked_on_fa3_on_hopper(gpu, monkeypatch):
+def test_half_precision_runs_on_fa3_on_hopper_and_on_fa2_elsewhere(gpu, monkeypatch):
     from speedlight.backends import fa3
 
     monkeypatch.setattr(fa3, "unverified", lambda: None)
     for options in (dict(), dict(causal=True), dict(window=(5, 3)), dict(softcap=3.0)):
-        assert choose_for(problem(**options), gpu, None).name == "fa2"
+        choice = choose_for(problem(**options), gpu, None)
         if str(gpu) == "sm_90":
-            assert choose_for(problem(**options), gpu, "fa3").name == "fa3"
+            assert choice.name == "fa3"
         else:
+            assert choice.name == "fa2"
+            assert "Hopper" in dict(choice.refused)["fa3"]
             with pytest.raises(UnsupportedError, match="Hopper"):
                 choose_for(problem(**options), gpu, "fa3")
 
@@ -135,8 +141,9 @@ def test_fa3_waits_for_versions_of_triton_that_ran_it(monkeypatch):
     monkeypatch.setattr(triton, "__version__", "3.9.9")
     with pytest.raises(UnsupportedError, match=r"3\.9\.9"):
         choose_for(problem(), hopper, "fa3")
+    assert choose_for(problem(), hopper, None).name == "fa2"
     monkeypatch.setattr(triton, "__version__", "3.6.0")
-    assert choose_for(problem(), hopper, "fa3").name == "fa3"
+    assert choose_for(problem(), hopper, None).name == "fa3"
 
 
 @TRITON
@@ -206,8 +213,8 @@ def test_a_gpu_served_by_torch_operations_warns_once_per_reason(monkeypatch, bac
     monkeypatch.setattr(select, "_warned", set())
     monkeypatch.setattr(select, "target_of", lambda device: Target.parse("sm_80"))
     cuda = [dataclasses.replace(problem(softcap=n), device=torch.device("cuda", 0)) for n in (1.0, 2.0, 3.0)]
-    backends["fa2"] = "too wide"
-    with pytest.warns(UserWarning, match=r"`cpu` backend.*slow \(fa2: too wide; said once\)") as caught:
+    backends.update(fa3="too old", fa2="too wide")
+    with pytest.warns(UserWarning, match=r"`cpu` backend.*slow \(fa3: too old; fa2: too wide; said once\)") as caught:
         assert choose(cuda[0], None).name == "cpu"
     assert len(caught) == 1
     with warnings.catch_warnings():
@@ -258,13 +265,13 @@ def test_explain_of_every_backend_asked_for(backends, name, varlen):
 def test_explain_tells_a_refusal_from_a_lower_place(backends):
     args, _ = inputs()
     asked = "runs only when asked for"
-    lower = "could serve this problem, but fa2 comes first"
-    assert explain(*args).refused == {"cpu": lower, "fa1": asked, "fa3": asked}
+    lower = "could serve this problem, but fa3 comes first"
+    assert explain(*args).refused == {"fa2": lower, "cpu": lower, "fa1": asked}
     select._CHOICES.clear()
-    backends["fa2"] = "too wide"
+    backends.update(fa3="too old", fa2="too wide")
     found = explain(*args)
     assert found.backend == "cpu"
-    assert found.refused == {"fa2": "too wide", "fa1": asked, "fa3": asked}
+    assert found.refused == {"fa3": "too old", "fa2": "too wide", "fa1": asked}
 
 
 def test_explain_raises_what_the_call_would():

@@ -12,9 +12,8 @@ from .problem import AttentionProblem
 from .target import Target, target_of, triton_problem
 
 BACKENDS = ("cpu", "fa1", "fa2", "fa3")
-# Tried in this order when the caller asks for none. Two run only when asked for: `fa1`, which is for study, and `fa3`,
-# until all its GPU tests have passed.
-AUTOMATIC = ("fa2", "cpu")
+# Tried in this order when the caller asks for none. `fa1`, which is for study, runs only when asked for.
+AUTOMATIC = ("fa3", "fa2", "cpu")
 
 
 @dataclass(frozen=True)

@@ -391,7 +391,10 @@ def test_cpu_gradients_are_those_of_finite_differences(name, varlen):
 def test_packed_sequences_do_not_see_each_other(backend, device):
     lengths_q, lengths_k = (17, 0, 40, 8), (25, 6, 30, 13)
     alibi = "h" if backend == "cpu" else ""
-    case = Case("packed", lengths_q=lengths_q, lengths_k=lengths_k, causal=True, alibi=alibi, num_heads=4)
+    dtype, tolerance = (torch.float16, 1e-3) if backend == "fa3" else (torch.float32, 1e-5)
+    case = Case(
+        "packed", lengths_q=lengths_q, lengths_k=lengths_k, causal=True, alibi=alibi, num_heads=4, dtype=dtype
+    )  # fmt: skip
     inputs = make_inputs(case, device)
     out, lse = inputs.call(speedlight.attention, speedlight.attention_varlen, backend=backend, return_lse=True)
     start_q = start_k = 0
@@ -401,7 +404,7 @@ def test_packed_sequences_do_not_see_each_other(backend, device):
             inputs.q[None, rows], inputs.k[None, keys], inputs.v[None, keys], backend=backend, return_lse=True,
             **inputs.options,
         )  # fmt: skip
-        torch.testing.assert_close(out[rows], alone[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out[rows], alone[0], rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(lse[:, rows], alone_lse[0], rtol=1e-5, atol=1e-5)
         start_q, start_k = start_q + n, start_k + m
 

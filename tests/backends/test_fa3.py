@@ -23,17 +23,15 @@ from speedlight.backends.fa3 import common
 from speedlight.backends.fa3.tiles import TILES, forward_tile
 from speedlight.problem import describe
 
-_LANGUAGE = SimpleNamespace(
-    minimum=min, where=lambda condition, a, b: a if condition else b, cdiv=lambda a, b: -(-a // b)
-)  # fmt: skip
-
-
-def on_integers(kernel_function):
-    names = dict(gl=_LANGUAGE, key_range=ranges.key_range)
-    return FunctionType(kernel_function.fn.__code__, names)
-
-
-key_blocks, hides = on_integers(common.key_blocks), on_integers(common.hides)
+_NAMES = {
+    "gl": SimpleNamespace(
+        minimum=min, maximum=max, where=lambda condition, a, b: a if condition else b, cdiv=lambda a, b: -(-a // b)
+    ),
+    "key_range": ranges.key_range,
+}  # fmt: skip
+for _name in ("key_blocks", "hides", "seen_whole", "masked_blocks", "key_block", "blocks_to_first_max"):
+    _NAMES[_name] = FunctionType(getattr(common, _name).fn.__code__, _NAMES)
+on_integers = SimpleNamespace(**_NAMES)
 
 LENGTHS = [
     (1, 1),
@@ -47,7 +45,18 @@ LENGTHS = [
     (456, 200),
     (640, 130),
 ]
-WINDOWS = [(None, None), (None, 0), (None, 40), (0, 0), (100, 0), (130, 70), (64, None)]
+WINDOWS = [
+    (None, None),
+    (None, 0),
+    (None, 40),
+    (0, 0),
+    (100, 0),
+    (130, 70),
+    (64, None),
+    (128, 0),
+    (300, 0),
+    (200, None),
+]
 
 
 def problem_of(seqlen_q, seqlen_k, window, head_dim):
@@ -75,21 +84,42 @@ def test_a_block_with_a_hidden_pair_is_masked_and_a_visible_pair_is_in_a_block(t
         visible = (key < seqlen_k) & (key >= position - (window[0] if window[0] is not None else padded + seqlen_q))
         visible &= key <= position + (window[1] if window[1] is not None else padded + seqlen_q)
         for start_m in range(0, seqlen_q, block_m):
-            first, count = key_blocks(start_m, seqlen_q, seqlen_k, left, right, block_m, block_n)
+            tile_args = seqlen_q, seqlen_k, left, right
+            first, count = on_integers.key_blocks(start_m, *tile_args, block_m, block_n)
             rows = visible[start_m : start_m + block_m]
             inside = torch.zeros_like(rows)
             inside[:, first * block_n : (first + count) * block_n] = True
             assert not (rows & ~inside).any(), (seqlen_q, seqlen_k, start_m)
-            for n, row in itertools.product(range(count), range(start_m, min(start_m + block_m, seqlen_q), 64)):
-                start_n = (first + count - 1 - n) * block_n
-                if n == 0:
-                    masked = args["MASK_FIRST"]
-                else:
-                    masked = args["MASK_ALL"] and hides(
-                        start_n, row, seqlen_q, seqlen_k, left, right, args["HAS_LEFT"], block_n
+            has_left = args["HAS_LEFT"]
+            edges = on_integers.masked_blocks(start_m, first, count, *tile_args, has_left, block_m, block_n)
+            order = [on_integers.key_block(n, first, count, *edges, has_left) for n in range(count)]
+            assert sorted(order) == list(range(first, first + count))
+            for row in range(start_m, min(start_m + block_m, seqlen_q), 64):
+                with_maxima = count
+                if args["FIRST_MAX"]:
+                    with_maxima = on_integers.blocks_to_first_max(
+                        row, first, count, seqlen_q, seqlen_k, right, *edges, has_left, block_n
                     )  # fmt: skip
-                block = visible[row : min(row + 64, start_m + block_m), start_n : start_n + block_n]
-                assert masked or block.all(), (seqlen_q, seqlen_k, row, start_n)
+                found = torch.zeros_like(visible[row : row + 64, 0])
+                for n, start_n in enumerate(block * block_n for block in order):
+                    block = visible[row : row + 64, start_n : start_n + block_n]
+                    if n == 0:
+                        masked = args["MASK_FIRST"]
+                        # Of a diagonal block the first warpgroup takes the first half, and of that a quarter.
+                        columns = (block_n // 4, block_n // 8)[args["DIAGONAL"] and row == start_m]
+                        found |= block[:, : columns if args["FIRST_MAX"] else block_n].any(1)
+                        if args["DIAGONAL"]:
+                            near, far = block[:, : block_n // 2], block[:, block_n // 2 :]
+                            assert not far.any() if row == start_m else near.all()
+                    elif n < with_maxima:
+                        masked = args["MASK_ALL"] and on_integers.hides(start_n, row, *tile_args, has_left, block_n)
+                        found |= block.any(1)
+                    else:
+                        masked = False
+                        assert block.all() and found.all(), (seqlen_q, seqlen_k, row, start_n)
+                    assert masked or block.all(), (seqlen_q, seqlen_k, row, start_n)
+                if args["FIRST_MAX"]:  # every row has a maximum by then that is not that of nothing
+                    assert (found == visible[row : row + 64].any(1)).all(), (seqlen_q, seqlen_k, row)
 
 
 def test_plain_problems_are_not_masked_at_all_and_causal_ones_on_the_diagonal_only():

@@ -18,7 +18,7 @@ from ..contract import Grads, Inputs, Needs
 from ..fa2.tiles import block_dim
 from ..layout import Tensors, add_lengths, outputs, programs, scale_first, sizes, tiles_of
 from .forward import _attn_fwd_kernel
-from .tiles import FwdTile, forward_tile
+from .tiles import PRODUCER_REGISTERS, FwdTile, forward_tile
 from .versions import NAMED_BARRIERS, unverified
 
 _L2_BYTES = 32 * 2**20  # of K and V that heads handled at once may take
@@ -143,6 +143,10 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: FwdTile, n
         "HAS_RIGHT": problem.window_right is not None,
         "MASK_FIRST": causal_like or neighbours or problem.seqlen_k % tile.block_n != 0,
         "MASK_ALL": causal_like and not only_diagonal,
+        "DIAGONAL": only_diagonal and tile.block_m == tile.block_n,
+        # A row that sees any key of the first block has to see its first columns.
+        "FIRST_MAX": problem.window_left is None or problem.window_left >= tile.block_n,
+        "EMPTY_ROWS": ragged or problem.window_left is not None or _sees_nothing_first(problem),
         "SOFTCAP": problem.softcap > 0,
         "SCALE_FIRST": scale_first(problem),
         "NWG": tile.num_consumers,
@@ -152,13 +156,8 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: FwdTile, n
         "O_PARTS": parts,
         "NAMED": NAMED_BARRIERS,
         "QREG": tile.q_in_registers,
-        "WEIGHTS_FIRST": tile.weights_first,
-        # A row that sees any key of a block with its right edge has to see the first ones.
-        "FIRST_MAX": tile.first_max and (problem.window_left is None or problem.window_left >= tile.block_n),
-        "DIAGONAL": only_diagonal and tile.block_m == tile.block_n,
-        "EMPTY_ROWS": ragged or problem.window_left is not None or _sees_nothing_first(problem),
-        "CONSUMER_REGISTERS": tile.registers[0],
-        "PRODUCER_REGISTERS": tile.registers[1],
+        "CONSUMER_REGISTERS": tile.consumer_registers,
+        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
     descriptors = {
         "q": _descriptor(problem, tensors, "q", blocks_q),

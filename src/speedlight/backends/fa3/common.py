@@ -24,7 +24,7 @@ def key_blocks(start_m, used_q, used_k, left, right, BLOCK_M: gl.constexpr, BLOC
 
 @gluon.jit
 def seen_whole(row, first, used_q, used_k, right, BLOCK_N: gl.constexpr):
-    """How many keys every row from the given one on sees, and how many blocks of them, if none is hidden on the left."""
+    """How many keys every row from the given one on sees if none is hidden on the left, and how many whole blocks."""
     seen = gl.minimum(gl.maximum(row + used_k - used_q + right + 1, 0), used_k)
     return seen, gl.maximum(seen // BLOCK_N - first, 0)
 

@@ -6,18 +6,25 @@ from the last key block to the first, into rings of NST stages, each guarded by 
 rows each. For each block j of keys a consumer
 
     issues   S_j = Q K_j^T               (WGMMA, asynchronous)
-    issues   O += P_{j-1} V_{j-1}        (O rescaled by the factor of block j - 1 while S_j is computed)
-    computes m, P_j = exp2(S_j - m), l   (beside P V on the tensor cores, and beside the other warpgroups' S)
+    issues   O += P_{j-1} V_{j-1}
+    computes P_j = exp2(S_j - m), l      (beside P V on the tensor cores, and beside the other warpgroups' S)
 
 so that exponentials and matrix products overlap within a warpgroup; PINGPONG lets the warpgroups take turns in issuing.
 Only blocks that hold a hidden pair are masked. As in `fa2`, scores are in log2 units, O is divided by l at the end, and
 a row that sees no key gets out 0 and lse -inf.
 
+Row maxima (FIRST_MAX). m keeps exponentials in range; softmax is the same whatever it is, and P, l and O have floating
+points. So m need not be the maximum of the row: it is that of the first columns of the first block, and of the masked
+blocks, and stays. The other blocks, nearly all of a long row, have no maxima, no wait of every exponential for the last
+score, and no rescaling of O, a third of the instructions. Where m turns out too low, l says so: it gets so large that
+weights or products might not be exact any more. Then the producer sends the tile again, "wary", with a running maximum
+over all blocks and O rescaled. Which way a tile goes depends on its own data only, and the result is determined by it.
+
 TMA addresses tensors as (batch, row, head, column); packed sequences are one batch entry. It reads zeros past a tensor,
 but the neighbour's rows past a sequence: their scores are masked, their V rows zeroed in shared memory (0 * NaN is
 NaN), and a tile that ends past its sequence is stored row by row.
 
-Source: Shah et al., "FlashAttention-3" (2024), sections 3.1 and 3.2, algorithms 1 and 2.
+Source: Shah et al., "FlashAttention-3" (2024), sections 3.1 and 3.2, algorithms 1 and 2; the row maxima are our own.
 """
 
 from triton.experimental import gluon
@@ -30,17 +37,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..fa2.common import LN_2, LOG2_E, UNLIMITED, locate_tile, other_side, seen_keys, used_length
+from ..fa2.common import LN_2, LOG2_E, UNLIMITED, seen_keys
 from .common import (
     FACTS,
     LOWEST,
-    acquire,
-    clear_rows,
     blocks_to_first_max,
+    clear_rows,
     fact,
     first_max,
     halves,
-    has_failed,
     hides,
     issue_scores,
     join_halves,
@@ -59,150 +64,23 @@ from .common import (
     row_max,
     row_sum,
     score,
-    send,
     store_rows,
     store_zeros,
     unpack,
-    wait_for_room,
     wait_turn,
     weights,
 )
-from .versions import tma_load, tma_store
-
-
-@gluon.jit
-def _locate(tile, sides, batch, num_heads, seqlen_q, seqlen_k, num_tiles, heads_together, BLOCK_M: gl.constexpr):
-    """Batch entry and head of a tile, its first row, and of its sequence: the start, the rows, and the used lengths."""
-    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = sides
-    tile = gl.minimum(tile, num_tiles - 1)
-    if cu_seqlens_q is not None:
-        # Backwards: the last block of a sequence has the most keys under a causal mask.
-        nth = num_tiles - 1 - tile
-        b, block, q_start, q_rows = locate_tile(nth // num_heads, cu_seqlens_q, batch, seqlen_q, BLOCK_M)
-        h = nth % num_heads
-        k_start, k_rows = other_side(b, cu_seqlens_k, batch, seqlen_k)
-    else:
-        # The longest tiles of heads_together heads, whose K and V share the L2 cache, then their next longest.
-        num_m = gl.cdiv(seqlen_q, BLOCK_M)
-        group = tile // (num_m * heads_together)
-        member = tile % (num_m * heads_together)
-        heads = gl.minimum(batch * num_heads - group * heads_together, heads_together)
-        block = num_m - 1 - member // heads
-        b = (group * heads_together + member % heads) // num_heads
-        h = (group * heads_together + member % heads) % num_heads
-        q_start, q_rows, k_start, k_rows = 0, seqlen_q, 0, seqlen_k
-    used_q = used_length(seqused_q, b, batch, q_rows)
-    used_k = used_length(seqused_k, b, batch, k_rows)
-    return b, h, block * BLOCK_M, q_start, q_rows, used_q, used_k, k_start
-
-
-@gluon.jit
-def _fetch_key_block(tensor, ring, full, empty, FIRST: gl.constexpr, n, where, NWG: gl.constexpr, NST: gl.constexpr,
-                     NAMED: gl.constexpr):  # fmt: skip
-    """K or V of block number n."""
-    acquire(empty, n, FIRST, NWG, NST, NAMED)
-    mbarrier.expect(full.index(n % NST), tensor.block_type.nbytes)
-    tma_load(tensor, where, full.index(n % NST), ring.index(n % NST))
-
-
-@gluon.jit
-def _producer(
-    q, k, v, queries, ring, notes, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, batch, num_heads,
-    group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right, NWG: gl.constexpr, BLOCK_N: gl.constexpr,
-    NST: gl.constexpr, NAMED: gl.constexpr, FIRST_MAX: gl.constexpr, HAS_LEFT: gl.constexpr,
-):  # fmt: skip
-    q_s, q_full, q_empty = queries
-    k_s, v_s, k_full, k_empty, v_full, v_empty = ring
-    BLOCK_M: gl.constexpr = NWG * 64
-    programs = gl.num_programs(0)
-    blocks_before = 0
-    tiles_before = 0  # that were sent
-    queries_before = 0  # tiles that read Q
-    more = 1
-    sent, sent_before = -1, -1  # the last tiles
-    again = -1  # one that failed for want of maxima
-    sides = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    tile = gl.program_id(0)
-    b, h, start_m, q_start, q_rows, used_q, used_k, k_start = _locate(
-        tile, sides, batch, num_heads, seqlen_q, seqlen_k, num_tiles, heads_together, BLOCK_M
-    )
-    while tile < num_tiles:
-        batch_row = b if cu_seqlens_q is None else 0
-        hk = h // group_size
-        rows = k_start
-        first, count, on_the_right, on_the_left = 0, 0, 0, 0
-        if start_m < q_rows:
-            wait_for_room(notes, tiles_before)
-            if FIRST_MAX:
-                if tiles_before >= 2:
-                    if has_failed(notes, tiles_before, NWG):
-                        again = sent_before
-                sent, sent_before = tile, sent
-            send(notes, tiles_before, more, start_m, used_q, used_k, q_start, q_rows, batch_row, h)
-            tiles_before += 1
-            first, count = key_blocks(start_m, used_q, used_k, left, right, BLOCK_M, BLOCK_N)
-            on_the_right, on_the_left = masked_blocks(
-                start_m, first, count, used_q, used_k, left, right, HAS_LEFT, BLOCK_M, BLOCK_N
-            )
-            if count > 0:
-                row = rows + (first + count - 1) * BLOCK_N
-                # The first K before Q, since it has room while the consumers still hold the old Q.
-                _fetch_key_block(k, k_s, k_full, k_empty, 5, blocks_before, [batch_row, row, hk, 0], NWG, NST, NAMED)
-                for w in gl.static_range(NWG):
-                    mbarrier.wait(q_empty.index(w), (queries_before & 1) ^ 1)
-                    mbarrier.expect(q_full.index(w), q.block_type.nbytes)
-                    tma_load(q, [batch_row, q_start + start_m + w * 64, h, 0], q_full.index(w), q_s.index(w))
-                queries_before += 1
-        # Which tile comes next, and where it is, takes more than 1000 clocks: now, while there is work for more.
-        if again >= 0:
-            tile, more, again = again, 2, -1
-        else:
-            tile = gl.atomic_add(counter, 1, sem="relaxed") + programs
-            more = 1
-        b, h, start_m, q_start, q_rows, used_q, used_k, k_start = _locate(
-            tile, sides, batch, num_heads, seqlen_q, seqlen_k, num_tiles, heads_together, BLOCK_M
-        )
-        for n in range(count):
-            blocks_before += 1
-            if n + 1 < count:  # room for the next K comes before room for this V
-                row = rows + key_block(n + 1, first, count, on_the_right, on_the_left, HAS_LEFT) * BLOCK_N
-                where = [batch_row, row, hk, 0]
-                _fetch_key_block(k, k_s, k_full, k_empty, 5, blocks_before, where, NWG, NST, NAMED)
-            row = rows + key_block(n, first, count, on_the_right, on_the_left, HAS_LEFT) * BLOCK_N
-            where = [batch_row, row, hk, 0]
-            _fetch_key_block(v, v_s, v_full, v_empty, 12, blocks_before - 1, where, NWG, NST, NAMED)
-        if FIRST_MAX:
-            if tile >= num_tiles:
-                for i in gl.static_range(2):
-                    if (again < 0) & (tiles_before + i >= 2):
-                        wait_for_room(notes, tiles_before + i)
-                        if has_failed(notes, tiles_before + i, NWG):
-                            again = sent_before if i == 0 else sent
-                if again >= 0:
-                    tile, more, again = again, 2, -1
-                    b, h, start_m, q_start, q_rows, used_q, used_k, k_start = _locate(
-                        tile, sides, batch, num_heads, seqlen_q, seqlen_k, num_tiles, heads_together, BLOCK_M
-                    )
-    wait_for_room(notes, tiles_before)
-    send(notes, tiles_before, 0, 0, 0, 0, 0, 0, 0, 0)
-    if NAMED:  # leave no hardware barrier half full
-        for i in gl.static_range(NST):
-            if i < blocks_before:
-                acquire(k_empty, NST + i, 5, NWG, NST, NAMED)
-                acquire(v_empty, NST + i, 12, NWG, NST, NAMED)
-    # The last program to end leaves the counter as it found it, for the next launch on this stream.
-    if gl.atomic_add(counter + 1, 1, sem="relaxed") == programs - 1:
-        gl.store(counter, 0)
-        gl.store(counter + 1, 0)
+from .producer import producer
+from .versions import tma_store
 
 
 @gluon.jit
 def _consumer(
-    shared, WG: gl.constexpr, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    MASK_FIRST: gl.constexpr, MASK_ALL: gl.constexpr, RAGGED: gl.constexpr, SOFTCAP: gl.constexpr,
-    SCALE_FIRST: gl.constexpr, PINGPONG: gl.constexpr, O_PARTS: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr,
-    WEIGHTS_FIRST: gl.constexpr, FIRST_MAX: gl.constexpr, DIAGONAL: gl.constexpr, EMPTY_ROWS: gl.constexpr,
+    shared, WG: gl.constexpr, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    MASK_FIRST: gl.constexpr, MASK_ALL: gl.constexpr, DIAGONAL: gl.constexpr, FIRST_MAX: gl.constexpr,
+    EMPTY_ROWS: gl.constexpr, RAGGED: gl.constexpr, SOFTCAP: gl.constexpr, SCALE_FIRST: gl.constexpr,
+    PINGPONG: gl.constexpr, O_PARTS: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr,
 ):  # fmt: skip
     outputs, queries, ring, notes, turn, num_heads, seqlen_q, seqlen_k, left, right, scale, softcap = shared
     out, lse = outputs[1], outputs[2]
@@ -216,7 +94,6 @@ def _consumer(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    l_layout: gl.constexpr = row_sum(gl.zeros([64, BLOCK_N], gl.float32, s_layout), BLOCK_N).type.layout
     if PINGPONG and NAMED and WG == NWG - 1:
         pass_turn(turn, WG, NWG, NAMED)  # warpgroup 0 goes first
     it = 0
@@ -235,7 +112,7 @@ def _consumer(
         # V rows that no row of the sequence sees must not take part, whatever they hold.
         seen_lo, _seen_hi = seen_keys(used_q, used_k, left, right)
         if count > 0:
-            # The last key block, alone.
+            # The first key block, alone.
             m_i = gl.full([64], LOWEST, gl.float32, row_layout)
             o = gl.zeros([64, BLOCK_DV], gl.float32, o_layout)
             mbarrier.wait(q_full.index(WG), queries_before & 1)
@@ -258,7 +135,6 @@ def _consumer(
                 near = mask(near, start_n, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N // 2)
                 m_i = first_max(near, m_i, scale, wary, SCALED, FIRST_MAX, BLOCK_N // 2)
                 p = weights(near, m_i, scale, SCALED)
-                l_i = row_sum(p, BLOCK_N // 2)
                 p = join_halves(p, gl.zeros_like(p), s_layout, BLOCK_N)
             else:
                 if DIAGONAL:
@@ -270,8 +146,7 @@ def _consumer(
                     s = mask(s, start_n, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N)
                 m_i = first_max(s, m_i, scale, wary, SCALED, FIRST_MAX, BLOCK_N)
                 p = weights(s, m_i, scale, SCALED)
-                l_i = row_sum(p, BLOCK_N)
-            l_i = gl.convert_layout(l_i, l_layout, assert_trivial=True)
+            l_i = row_sum(p, BLOCK_N)
             alpha = m_i * 0.0 + 1.0
             pairs = pack(p, dtype, BLOCK_N)
             if RAGGED or HAS_LEFT:
@@ -312,12 +187,8 @@ def _consumer(
                     if hides(start_n, row, used_q, used_k, left, right, HAS_LEFT, BLOCK_N):
                         s = mask(s, start_n, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N)
                 m_new = row_max(s, m_i, scale, SCALED)
-                if WEIGHTS_FIRST:  # the order in which ptxas schedules them
-                    p = weights(s, m_new, scale, SCALED)
-                    alpha = gl.exp2(m_i - m_new)
-                else:
-                    alpha = gl.exp2(m_i - m_new)
-                    p = weights(s, m_new, scale, SCALED)
+                alpha = gl.exp2(m_i - m_new)
+                p = weights(s, m_new, scale, SCALED)
                 m_i = m_new
                 l_i = l_i * gl.convert_layout(gl.expand_dims(alpha, 1), l_i.type.layout) + row_sum(p, BLOCK_N)
                 # Waiting for the next K here ends the basic block. Without that ptxas moves the wait for P V, which
@@ -335,7 +206,7 @@ def _consumer(
 
             if with_maxima > 1:
                 o = rescaled(o, alpha)
-            if FIRST_MAX:
+            if FIRST_MAX:  # and from here on m stays
                 for n in range(with_maxima, count):
                     stage = it % NST
                     before = (it - 1) % NST
@@ -434,11 +305,11 @@ def _attn_fwd_kernel(
     batch, num_heads, group_size, seqlen_q, seqlen_k, num_tiles, heads_together, window_left, window_right,
     softmax_scale, softcap,
     HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_ALL: gl.constexpr, SOFTCAP: gl.constexpr,
-    SCALE_FIRST: gl.constexpr, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr,
-    PINGPONG: gl.constexpr,
-    O_PARTS: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr, WEIGHTS_FIRST: gl.constexpr,
-    FIRST_MAX: gl.constexpr, DIAGONAL: gl.constexpr, EMPTY_ROWS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_ALL: gl.constexpr, DIAGONAL: gl.constexpr,
+    FIRST_MAX: gl.constexpr, EMPTY_ROWS: gl.constexpr, SOFTCAP: gl.constexpr,
+    SCALE_FIRST: gl.constexpr, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, PINGPONG: gl.constexpr,
+    O_PARTS: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv) and out_tiles (B, Sq, H, Dv) as TMA descriptors; out is the
     memory of out_tiles; lse (B, H, Sq). Packed: B = 1, and the lengths of the sequences in cu_seqlens."""
@@ -482,20 +353,21 @@ def _attn_fwd_kernel(
     queries = (q_s, q_full, q_empty)
     ring = (k_s, v_s, k_full, k_empty, v_full, v_empty)
     notes = (facts, facts_full, facts_empty, failed)
+    sides = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     shared = (outputs, queries, ring, notes, turn, num_heads, seqlen_q, seqlen_k, left, right, scale, softcap)
     # Written out, for a list or tuple that is given a name loses its compile-time values.
     if NWG == 2:
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, O_PARTS, NAMED, QREG,
-                             WEIGHTS_FIRST, FIRST_MAX, DIAGONAL, EMPTY_ROWS)),
+                             MASK_FIRST, MASK_ALL, DIAGONAL, FIRST_MAX, EMPTY_ROWS, RAGGED, SOFTCAP, SCALE_FIRST,
+                             PINGPONG, O_PARTS, NAMED, QREG)),
                 (_consumer, (shared, 1, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, O_PARTS, NAMED, QREG,
-                             WEIGHTS_FIRST, FIRST_MAX, DIAGONAL, EMPTY_ROWS)),
-                (_producer, (q, k, v, queries, ring, notes, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-                             batch, num_heads, group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right,
-                             NWG, BLOCK_N, NST, NAMED, FIRST_MAX, HAS_LEFT)),
+                             MASK_FIRST, MASK_ALL, DIAGONAL, FIRST_MAX, EMPTY_ROWS, RAGGED, SOFTCAP, SCALE_FIRST,
+                             PINGPONG, O_PARTS, NAMED, QREG)),
+                (producer, (q, k, v, queries, ring, notes, counter, sides, batch, num_heads, group_size, seqlen_q,
+                            seqlen_k, num_tiles, heads_together, left, right, NWG, BLOCK_N, NST, HAS_LEFT, FIRST_MAX,
+                            NAMED)),
             ],
             [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
@@ -503,17 +375,17 @@ def _attn_fwd_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, O_PARTS, NAMED, QREG,
-                             WEIGHTS_FIRST, FIRST_MAX, DIAGONAL, EMPTY_ROWS)),
+                             MASK_FIRST, MASK_ALL, DIAGONAL, FIRST_MAX, EMPTY_ROWS, RAGGED, SOFTCAP, SCALE_FIRST,
+                             PINGPONG, O_PARTS, NAMED, QREG)),
                 (_consumer, (shared, 1, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, O_PARTS, NAMED, QREG,
-                             WEIGHTS_FIRST, FIRST_MAX, DIAGONAL, EMPTY_ROWS)),
+                             MASK_FIRST, MASK_ALL, DIAGONAL, FIRST_MAX, EMPTY_ROWS, RAGGED, SOFTCAP, SCALE_FIRST,
+                             PINGPONG, O_PARTS, NAMED, QREG)),
                 (_consumer, (shared, 2, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                             MASK_FIRST, MASK_ALL, RAGGED, SOFTCAP, SCALE_FIRST, PINGPONG, O_PARTS, NAMED, QREG,
-                             WEIGHTS_FIRST, FIRST_MAX, DIAGONAL, EMPTY_ROWS)),
-                (_producer, (q, k, v, queries, ring, notes, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-                             batch, num_heads, group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right,
-                             NWG, BLOCK_N, NST, NAMED, FIRST_MAX, HAS_LEFT)),
+                             MASK_FIRST, MASK_ALL, DIAGONAL, FIRST_MAX, EMPTY_ROWS, RAGGED, SOFTCAP, SCALE_FIRST,
+                             PINGPONG, O_PARTS, NAMED, QREG)),
+                (producer, (q, k, v, queries, ring, notes, counter, sides, batch, num_heads, group_size, seqlen_q,
+                            seqlen_k, num_tiles, heads_together, left, right, NWG, BLOCK_N, NST, HAS_LEFT, FIRST_MAX,
+                            NAMED)),
             ],
             [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip

@@ -1,0 +1,135 @@
+"""The producer of the FlashAttention-3 kernels: one warp that takes tiles, tells the consumers about them, and fetches
+Q, K and V."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ..fa2.common import locate_tile, other_side, used_length
+from .common import acquire, has_failed, key_block, key_blocks, masked_blocks, send, wait_for_room
+from .versions import tma_load
+
+
+@gluon.jit
+def _locate(tile, sides, batch, num_heads, seqlen_q, seqlen_k, num_tiles, heads_together, BLOCK_M: gl.constexpr):
+    """Batch entry and head of a tile, its first row, and of its sequence: the start, the rows, and the used lengths."""
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = sides
+    tile = gl.minimum(tile, num_tiles - 1)
+    if cu_seqlens_q is not None:
+        # Backwards: the last block of a sequence has the most keys under a causal mask.
+        nth = num_tiles - 1 - tile
+        b, block, q_start, q_rows = locate_tile(nth // num_heads, cu_seqlens_q, batch, seqlen_q, BLOCK_M)
+        h = nth % num_heads
+        k_start, k_rows = other_side(b, cu_seqlens_k, batch, seqlen_k)
+    else:
+        # The longest tiles of heads_together heads, whose K and V share the L2 cache, then their next longest.
+        num_m = gl.cdiv(seqlen_q, BLOCK_M)
+        group = tile // (num_m * heads_together)
+        member = tile % (num_m * heads_together)
+        heads = gl.minimum(batch * num_heads - group * heads_together, heads_together)
+        block = num_m - 1 - member // heads
+        b = (group * heads_together + member % heads) // num_heads
+        h = (group * heads_together + member % heads) % num_heads
+        q_start, q_rows, k_start, k_rows = 0, seqlen_q, 0, seqlen_k
+    used_q = used_length(seqused_q, b, batch, q_rows)
+    used_k = used_length(seqused_k, b, batch, k_rows)
+    return b, h, block * BLOCK_M, q_start, q_rows, used_q, used_k, k_start
+
+
+@gluon.jit
+def _fetch_key_block(tensor, ring, full, empty, FIRST: gl.constexpr, n, where, NWG: gl.constexpr, NST: gl.constexpr,
+                     NAMED: gl.constexpr):  # fmt: skip
+    """K or V of block number n."""
+    acquire(empty, n, FIRST, NWG, NST, NAMED)
+    mbarrier.expect(full.index(n % NST), tensor.block_type.nbytes)
+    tma_load(tensor, where, full.index(n % NST), ring.index(n % NST))
+
+
+@gluon.jit
+def producer(
+    q, k, v, queries, ring, notes, counter, sides, batch, num_heads, group_size, seqlen_q, seqlen_k, num_tiles,
+    heads_together, left, right, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, HAS_LEFT: gl.constexpr,
+    FIRST_MAX: gl.constexpr, NAMED: gl.constexpr,
+):  # fmt: skip
+    q_s, q_full, q_empty = queries
+    k_s, v_s, k_full, k_empty, v_full, v_empty = ring
+    BLOCK_M: gl.constexpr = NWG * 64
+    programs = gl.num_programs(0)
+    blocks_before = 0
+    tiles_before = 0  # that were sent
+    queries_before = 0  # tiles that read Q
+    more = 1
+    sent, sent_before = -1, -1  # the last tiles
+    again = -1  # one that failed for want of maxima
+    tile = gl.program_id(0)
+    b, h, start_m, q_start, q_rows, used_q, used_k, k_start = _locate(
+        tile, sides, batch, num_heads, seqlen_q, seqlen_k, num_tiles, heads_together, BLOCK_M
+    )
+    while tile < num_tiles:
+        batch_row = b if sides[0] is None else 0
+        hk = h // group_size
+        rows = k_start
+        first, count, on_the_right, on_the_left = 0, 0, 0, 0
+        if start_m < q_rows:
+            wait_for_room(notes, tiles_before)
+            if FIRST_MAX:
+                if tiles_before >= 2:
+                    if has_failed(notes, tiles_before, NWG):
+                        again = sent_before
+                sent, sent_before = tile, sent
+            send(notes, tiles_before, more, start_m, used_q, used_k, q_start, q_rows, batch_row, h)
+            tiles_before += 1
+            first, count = key_blocks(start_m, used_q, used_k, left, right, BLOCK_M, BLOCK_N)
+            on_the_right, on_the_left = masked_blocks(
+                start_m, first, count, used_q, used_k, left, right, HAS_LEFT, BLOCK_M, BLOCK_N
+            )
+            if count > 0:
+                row = rows + (first + count - 1) * BLOCK_N
+                # The first K before Q, since it has room while the consumers still hold the old Q.
+                _fetch_key_block(k, k_s, k_full, k_empty, 5, blocks_before, [batch_row, row, hk, 0], NWG, NST, NAMED)
+                for w in gl.static_range(NWG):
+                    mbarrier.wait(q_empty.index(w), (queries_before & 1) ^ 1)
+                    mbarrier.expect(q_full.index(w), q.block_type.nbytes)
+                    tma_load(q, [batch_row, q_start + start_m + w * 64, h, 0], q_full.index(w), q_s.index(w))
+                queries_before += 1
+        # Which tile comes next, and where it is, takes more than 1000 clocks: now, while there is work for more.
+        if again >= 0:
+            tile, more, again = again, 2, -1
+        else:
+            tile = gl.atomic_add(counter, 1, sem="relaxed") + programs
+            more = 1
+        b, h, start_m, q_start, q_rows, used_q, used_k, k_start = _locate(
+            tile, sides, batch, num_heads, seqlen_q, seqlen_k, num_tiles, heads_together, BLOCK_M
+        )
+        for n in range(count):
+            blocks_before += 1
+            if n + 1 < count:  # room for the next K comes before room for this V
+                row = rows + key_block(n + 1, first, count, on_the_right, on_the_left, HAS_LEFT) * BLOCK_N
+                where = [batch_row, row, hk, 0]
+                _fetch_key_block(k, k_s, k_full, k_empty, 5, blocks_before, where, NWG, NST, NAMED)
+            row = rows + key_block(n, first, count, on_the_right, on_the_left, HAS_LEFT) * BLOCK_N
+            where = [batch_row, row, hk, 0]
+            _fetch_key_block(v, v_s, v_full, v_empty, 12, blocks_before - 1, where, NWG, NST, NAMED)
+        if FIRST_MAX:
+            if tile >= num_tiles:
+                for i in gl.static_range(2):
+                    if (again < 0) & (tiles_before + i >= 2):
+                        wait_for_room(notes, tiles_before + i)
+                        if has_failed(notes, tiles_before + i, NWG):
+                            again = sent_before if i == 0 else sent
+                if again >= 0:
+                    tile, more, again = again, 2, -1
+                    b, h, start_m, q_start, q_rows, used_q, used_k, k_start = _locate(
+                        tile, sides, batch, num_heads, seqlen_q, seqlen_k, num_tiles, heads_together, BLOCK_M
+                    )
+    wait_for_room(notes, tiles_before)
+    send(notes, tiles_before, 0, 0, 0, 0, 0, 0, 0, 0)
+    if NAMED:  # leave no hardware barrier half full
+        for i in gl.static_range(NST):
+            if i < blocks_before:
+                acquire(k_empty, NST + i, 5, NWG, NST, NAMED)
+                acquire(v_empty, NST + i, 12, NWG, NST, NAMED)
+    # The last program to end leaves the counter as it found it, for the next launch on this stream.
+    if gl.atomic_add(counter + 1, 1, sem="relaxed") == programs - 1:
+        gl.store(counter, 0)
+        gl.store(counter + 1, 0)
