@@ -4,8 +4,7 @@
     python tools/tune.py --kernels fa3 --dims 64,128 --peers fa3_cuda,sdpa_cudnn
 
 Kernels: fwd, dkdv and dq of `fa2`, tiles written block_m x block_n x num_warps x num_stages [r max_registers]; fa3, the
-forward of `fa3`, tiles written num_consumers x block_n x num_stages / registers, then letters: q Q in registers, w
-weights first, s out through Q's memory, n no ping-pong.
+forward of `fa3`, tiles written num_consumers x block_n x num_stages, then letters: q Q in registers, n no ping-pong.
 
 Every candidate is first compiled and run on a small problem in a process of its own, in parallel and with a time limit,
 and must agree with the reference there. Those that survive are timed as the benchmark times, in turns with the peers.
@@ -49,24 +48,19 @@ CANDIDATES = {
     ("dq", 64): "64x64x4x3r168 64x64x4x3 128x64x4x3 128x64x4x4",
     ("dq", 128): "128x64x8x3 128x32x8x3 64x64x4x2",
     ("dq", 256): "64x32x8x1 64x32x4x2 128x32x8x1 64x32x8x2 64x64x8x1 32x64x4x1",
-    ("fa3", 64): "3x128x4/160 3x128x4/160w 3x128x4/160n 2x128x4/240q 2x128x4/240qw 2x128x4/240w",
-    ("fa3", 128): "2x128x2/240 2x128x2/240w 2x128x2/240q 2x128x2/240qw 2x128x2/240n",
-    ("fa3", 256): "2x64x2/240sn 2x64x2/240s 2x64x2/240swn",
+    ("fa3", 64): "3x128x4 3x128x4n 2x128x4 2x128x4q 2x128x4qn",
+    ("fa3", 128): "2x128x2 2x128x2n 2x128x2q 2x128x2qn",
+    ("fa3", 256): "2x64x2 2x64x2n",
 }
 FLOPS = {"fwd": 1, "dkdv": 2, "dq": 1.5, "fa3": 1}  # products, in halves of those of a forward
 
 
 def parse(text: str) -> Tile | FwdTile:
-    if "/" not in text:
-        sizes, _, limit = text.partition("r")
-        return Tile(*map(int, sizes.split("x")), max_registers=int(limit) if limit else None)
-    sizes, registers, letters = re.fullmatch(r"([\dx]+)/(\d+)([a-z]*)", text).groups()  # type: ignore[union-attr]
-    if not set(letters) <= set("qwsn"):
-        raise ValueError(f"unknown letters in {text!r}")
-    return FwdTile(
-        *map(int, sizes.split("x")), (int(registers), 24), pingpong="n" not in letters, share_o="s" in letters,
-        q_in_registers="q" in letters, weights_first="w" in letters,
-    )  # fmt: skip
+    if found := re.fullmatch(r"(\d+)x(\d+)x(\d+)([qn]*)", text):
+        *sizes, letters = found.groups()
+        return FwdTile(*map(int, sizes), pingpong="n" not in letters, q_in_registers="q" in letters)
+    sizes, _, limit = text.partition("r")
+    return Tile(*map(int, sizes.split("x")), max_registers=int(limit) if limit else None)
 
 
 def prepared(
