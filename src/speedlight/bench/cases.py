@@ -91,7 +91,7 @@ def _all() -> list[Case]:
                 heads, batch, rare = 2048 // head_dim, 16384 // seqlen, head_dim == 256
                 cases.append(Case(name, seqlen, heads, head_dim, batch, causal=causal, optional=rare))
     cases += [
-        Case("long/s131072", 131072, 16, 128),
+        *(Case(f"long/s{seqlen}", seqlen, 16, 128) for seqlen in (65536, 131072)),
         Case("sustained/d64", 8192, 32, 64, 2, mode="sustained"),
         Case("sustained/d128", 8192, 16, 128, 2, mode="sustained"),
         Case("gqa/h32x8", 8192, 32, 128, 2, num_heads_kv=8),
