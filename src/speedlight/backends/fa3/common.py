@@ -266,14 +266,14 @@ def row_max(s, m_i, scale, SCALED: gl.constexpr):
 
 
 @gluon.jit
-def first_max(s, m_i, scale, wary, SCALED: gl.constexpr, FIRST_MAX: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Row maximum of the first block, or with FIRST_MAX of its first columns: a row that sees any key of it sees
-    those."""
+def first_max(s, m_i, scale, whole, SCALED: gl.constexpr, FIRST_MAX: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Row maximum of the first block, or if that will do, of its first columns: a row that sees any key of it sees one
+    of those."""
     if FIRST_MAX:
         near, _far = halves(s, BLOCK_N)
         near, _far = halves(near, BLOCK_N // 2)
         m_i = row_max(near, m_i, scale, SCALED)
-        if wary:
+        if whole:
             m_i = row_max(s, m_i, scale, SCALED)
         return m_i
     return row_max(s, m_i, scale, SCALED)

@@ -14,11 +14,11 @@ Only blocks that hold a hidden pair are masked. As in `fa2`, scores are in log2 
 a row that sees no key gets out 0 and lse -inf.
 
 Row maxima (FIRST_MAX). m keeps exponentials in range; softmax is the same whatever it is, and P, l and O have floating
-points. So m need not be the maximum of the row: it is that of the first columns of the first block, and of the masked
-blocks, and stays. The other blocks, nearly all of a long row, have no maxima, no wait of every exponential for the last
-score, and no rescaling of O, a third of the instructions. Where m turns out too low, l says so: it gets so large that
-weights or products might not be exact any more. Then the producer sends the tile again, "wary", with a running maximum
-over all blocks and O rescaled. Which way a tile goes depends on its own data only, and the result is determined by it.
+points. So m need not be the maximum of the row: it is that of the masked blocks, or if only the first is masked, of
+that one's first columns, and stays. The other blocks, nearly all of a long row, have no maxima, no wait of every
+exponential for the last score, and no rescaling of O, a third of the instructions. Where m turns out too low, l says
+so: it gets so large that weights or products might overflow. Then the producer sends the tile again, "wary", with a
+running maximum over all blocks and O rescaled. Which way a tile goes depends on its own data only, as its result does.
 
 TMA addresses tensors as (batch, row, head, column); packed sequences are one batch entry. It reads zeros past a tensor,
 but the neighbour's rows past a sequence: their scores are masked, their V rows zeroed in shared memory (0 * NaN is
@@ -112,6 +112,14 @@ def _consumer(
         # V rows that no row of the sequence sees must not take part, whatever they hold.
         seen_lo, _seen_hi = seen_keys(used_q, used_k, left, right)
         if count > 0:
+            with_maxima = count
+            if FIRST_MAX:
+                if not wary:
+                    with_maxima = blocks_to_first_max(
+                        row, first, count, used_q, used_k, right, on_the_right, on_the_left, HAS_LEFT, BLOCK_N
+                    )
+            # A maximum that may be too low must stay to the end: rescaling would hide it.
+            whole_max = wary | (with_maxima > 1)
             # The first key block, alone.
             m_i = gl.full([64], LOWEST, gl.float32, row_layout)
             o = gl.zeros([64, BLOCK_DV], gl.float32, o_layout)
@@ -133,7 +141,7 @@ def _consumer(
             if DIAGONAL and WG == 0:  # as many keys as the tile has rows: this warpgroup sees none of the second half
                 near, _far = halves(s, BLOCK_N)
                 near = mask(near, start_n, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N // 2)
-                m_i = first_max(near, m_i, scale, wary, SCALED, FIRST_MAX, BLOCK_N // 2)
+                m_i = first_max(near, m_i, scale, whole_max, SCALED, FIRST_MAX, BLOCK_N // 2)
                 p = weights(near, m_i, scale, SCALED)
                 p = join_halves(p, gl.zeros_like(p), s_layout, BLOCK_N)
             else:
@@ -144,7 +152,7 @@ def _consumer(
                     s = join_halves(near, far, s_layout, BLOCK_N)
                 elif MASK_FIRST:
                     s = mask(s, start_n, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N)
-                m_i = first_max(s, m_i, scale, wary, SCALED, FIRST_MAX, BLOCK_N)
+                m_i = first_max(s, m_i, scale, whole_max, SCALED, FIRST_MAX, BLOCK_N)
                 p = weights(s, m_i, scale, SCALED)
             l_i = row_sum(p, BLOCK_N)
             alpha = m_i * 0.0 + 1.0
@@ -157,12 +165,6 @@ def _consumer(
             it += 1
             mbarrier.wait(k_full.index(it % NST), (it // NST) & 1, pred=count > 1)
 
-            with_maxima = count
-            if FIRST_MAX:
-                if not wary:
-                    with_maxima = blocks_to_first_max(
-                        row, first, count, used_q, used_k, right, on_the_right, on_the_left, HAS_LEFT, BLOCK_N
-                    )
             for n in range(1, with_maxima):
                 start_n = key_block(n, first, count, on_the_right, on_the_left, HAS_LEFT) * BLOCK_N
                 stage = it % NST
