@@ -60,7 +60,7 @@ def draw(rows: Sequence[Row], path: Path, pattern: str = "grid/*/causal/*") -> N
                     ticks.update(x for x, _ in points)
                     own = implementation in ours
                     axis.plot(
-                        *zip(*points, strict=True), label=f"speedlight {implementation}" if own else implementation,
+                        *zip(*points, strict=True), label=f"speedlight {implementation}" if own and implementation != "speedlight" else implementation,
                         color=COLOURS[order % len(COLOURS)], marker="o", markersize=4 if own else 3,
                         linewidth=2.4 if own else 1.3, linestyle="-" if own else "--",
                     )  # fmt: skip
