@@ -59,8 +59,9 @@ def draw(rows: Sequence[Row], path: Path, pattern: str = "grid/*/causal/*") -> N
                         continue
                     ticks.update(x for x, _ in points)
                     own = implementation in ours
+                    prefix = "speedlight " if own and implementation != "speedlight" else ""
                     axis.plot(
-                        *zip(*points, strict=True), label=f"speedlight {implementation}" if own and implementation != "speedlight" else implementation,
+                        *zip(*points, strict=True), label=prefix + implementation,
                         color=COLOURS[order % len(COLOURS)], marker="o", markersize=4 if own else 3,
                         linewidth=2.4 if own else 1.3, linestyle="-" if own else "--",
                     )  # fmt: skip
