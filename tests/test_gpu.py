@@ -436,6 +436,29 @@ def test_fa3_does_tiles_again_whose_first_columns_mislead(head_dim, dtype, optio
 
 
 @pytest.mark.skipif(not _HOPPER, reason="needs Hopper")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_fa3_windows_whose_last_block_is_not_masked_on_the_right(head_dim):
+    """One query, as when decoding; a last tile of one row; keys that end with a block; no right edge."""
+    for seqlen_q, window in ((1, (256, 0)), (129, (256, 0)), (1024, (256, 256)), (1024, (256, None)), (3, (700, 40))):
+        q, k, v = _qkv((2, seqlen_q, 4, head_dim), *[(2, 1024, 2, head_dim)] * 2)
+        out, lse = speedlight.attention(q, k, v, window=window, return_lse=True, backend="fa3")
+        ref, ref_lse = reference.attention(q, k, v, window=window, return_lse=True)
+        _close(out, ref, q.dtype)
+        assert (lse.double() - ref_lse).abs().max() < 1e-4, (seqlen_q, window)
+
+
+@pytest.mark.skipif(not _HOPPER, reason="needs Hopper")
+def test_fa3_with_values_near_the_largest_number():
+    """Weights of 2^40 beside the first columns' maximum leave no room for them."""
+    q, k, v = (torch.zeros(1, 256, 1, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q[..., 0] = 1
+    k[:, :128, :, 0] = 8 * 28
+    v += 2.0**100
+    out, lse = speedlight.attention(q, k, v, return_lse=True, backend="fa3")
+    _close(out, reference.attention(q, k, v), q.dtype)
+
+
+@pytest.mark.skipif(not _HOPPER, reason="needs Hopper")
 @pytest.mark.parametrize("options", [dict(causal=True), {}], ids=str)
 def test_fa3_passes_nan_and_infinity_on(options):
     """To the rows that see them, and to no others."""

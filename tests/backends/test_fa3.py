@@ -35,6 +35,8 @@ on_integers = SimpleNamespace(**_NAMES)
 
 LENGTHS = [
     (1, 1),
+    (1, 512),
+    (129, 512),
     (64, 64),
     (128, 128),
     (256, 256),
@@ -56,6 +58,7 @@ WINDOWS = [
     (128, 0),
     (300, 0),
     (200, None),
+    (256, 256),
 ]
 
 
@@ -94,6 +97,7 @@ def test_a_block_with_a_hidden_pair_is_masked_and_a_visible_pair_is_in_a_block(t
             edges = on_integers.masked_blocks(start_m, first, count, *tile_args, has_left, block_m, block_n)
             order = [on_integers.key_block(n, first, count, *edges, has_left) for n in range(count)]
             assert sorted(order) == list(range(first, first + count))
+            assert order[:1] == [first + count - 1][:count]  # which the kernel takes for granted
             for row in range(start_m, min(start_m + block_m, seqlen_q), 64):
                 with_maxima = count
                 if args["FIRST_MAX"]:

@@ -33,11 +33,12 @@ def seen_whole(row, first, used_q, used_k, right, BLOCK_N: gl.constexpr):
 def masked_blocks(start_m, first, count, used_q, used_k, left, right, HAS_LEFT: gl.constexpr, BLOCK_M: gl.constexpr,
                   BLOCK_N: gl.constexpr):  # fmt: skip
     """How many blocks of a tile hold a pair that is hidden on the right, and how many of the others one hidden on the
-    left."""
+    left. The last block, which comes first in any case, counts among the former if there are any of the latter."""
     _seen, whole = seen_whole(start_m, first, used_q, used_k, right, BLOCK_N)
     on_the_right = count - gl.minimum(whole, count)
     on_the_left = 0
     if HAS_LEFT:
+        on_the_right = gl.maximum(on_the_right, gl.minimum(count, 1))
         first_seen_by_all = gl.maximum(start_m + BLOCK_M - 1 + used_k - used_q - left, 0)
         on_the_left = gl.maximum(gl.minimum(gl.cdiv(first_seen_by_all, BLOCK_N) - first, count - on_the_right), 0)
     return on_the_right, on_the_left
@@ -65,11 +66,20 @@ def blocks_to_first_max(row, first, count, used_q, used_k, right, on_the_right, 
 
 
 @gluon.jit
-def mark_failed(failed, rows, l_sum, dtype: gl.constexpr):
+def mark_failed(failed, rows, l_sum, o, dtype: gl.constexpr):
     """Note the rows whose weights got too large beside the maximum of their first block: float16 has no number from
-    2^16 on, and bfloat16 shall leave 2^80 for the values."""
+    2^16 on, and with values that are large themselves o overflows sooner."""
     LIMIT: gl.constexpr = 2.0**15 if dtype == gl.float16 else 2.0**48
-    failed.store((rows & ~(l_sum <= LIMIT)).to(gl.int32))
+    finite = gl.convert_layout(gl.sum(o * 0.0, 1), l_sum.type.layout, assert_trivial=True) == 0.0
+    failed.store((rows & ~((l_sum <= LIMIT) & finite)).to(gl.int32))
+
+
+@gluon.jit
+def await_writes():
+    """Until this thread's bulk stores are in memory, not only read from shared memory: the next one may go to the same
+    place."""
+    code: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(code, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

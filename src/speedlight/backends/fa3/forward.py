@@ -41,6 +41,7 @@ from ..fa2.common import LN_2, LOG2_E, UNLIMITED, seen_keys
 from .common import (
     FACTS,
     LOWEST,
+    await_writes,
     blocks_to_first_max,
     clear_rows,
     fact,
@@ -243,7 +244,9 @@ def _consumer(
             offs_m = row + gl.arange(0, 64, row_layout)
             sees = (l_sum != 0.0) & (offs_m < used_q)
             if FIRST_MAX:
-                mark_failed(failed.index((tiles_before & 1) * NWG + WG), sees & (not wary), l_sum, dtype)
+                mark_failed(failed.index((tiles_before & 1) * NWG + WG), sees & (not wary), l_sum, o, dtype)
+                if wary:
+                    await_writes()
             o = rescaled(o, gl.where(sees, 1.0 / l_sum, 0.0))
             if EMPTY_ROWS:  # 0 * NaN is NaN
                 o = gl.where(gl.expand_dims(gl.convert_layout(sees, gl.SliceLayout(1, o_layout)), 1), o, 0.0)
@@ -332,6 +335,9 @@ def _attn_fwd_kernel(
     failed = gl.allocate_shared_memory(gl.int32, [2 * NWG, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     facts_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     facts_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    none = gl.zeros([64], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    for i in gl.static_range(2 * NWG):
+        failed.index(i).store(none)
     for i in gl.static_range(2):
         mbarrier.init(facts_full.index(i), count=1)
         mbarrier.init(facts_empty.index(i), count=NWG)
