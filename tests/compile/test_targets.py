@@ -34,6 +34,7 @@ from lowering import (
     plain,
     unaligned,
 )
+from sass import unset_operands
 
 from speedlight.backends import fa1, fa2, fa3
 from speedlight.backends.fa2.tiles import BACKWARD, BACKWARD_SMALL, FORWARD, FORWARD_SMALL, family
@@ -170,6 +171,9 @@ def test_tile_row(compiled, number):
                 assert not found, f"{name} of {check}"
             else:
                 assert expected in found, f"{name} of {check}"
+    if str(target) == "sm_90":
+        for name, code in codes.items():
+            assert not unset_operands(code.text), f"{name} of {check}: addresses of operands are not set on every path"
     if str(target) == "sm_90" and variant.dtype.itemsize == 2 and variant.name in ("plain", "causal"):
         for name, code in codes.items():
             assert not assembler_notes(code), f"{name} of {check}: serialised matrix instructions"
