@@ -34,7 +34,7 @@ def supports(problem: AttentionProblem, target: Target) -> str | None:
 
 def describe_tile(problem: AttentionProblem, target: Target) -> str:
     return (
-        f"forward {forward_tile(problem)} where TMA can address q, k and v, else as fa2; "
+        f"forward {forward_tile(problem)} where TMA can address q, k and v; else, and for gradients, "
         f"fa2: {fa2.describe_tile(problem, target)}"
     )
 
