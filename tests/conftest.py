@@ -11,6 +11,8 @@ import sys
 import pytest
 import torch
 
+os.environ["SPEEDLIGHT_FA3_BACKWARD"] = "1"  # tested here, not yet the default
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     import interpreter
 

@@ -14,7 +14,7 @@ from speedlight.testing import assert_close
 pytestmark = pytest.mark.gpu
 
 _HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-# What holds of `fa2` has to hold of `fa3` too, whose gradients are made by fa2.
+# What holds of `fa2` has to hold of `fa3` too.
 both = pytest.mark.parametrize(
     "backend", ["fa2", pytest.param("fa3", marks=pytest.mark.skipif(not _HOPPER, reason="needs Hopper"))]
 )
@@ -34,6 +34,15 @@ def _close(out, ref, dtype):
 
 def _grads(out, inputs, dout):
     return torch.autograd.grad(out, inputs, dout)
+
+
+def _same(results, expected, backend):
+    """Bit for bit; but the last three are dq, dk and dv, and `fa3` adds dq up in any order unless told not to."""
+    for n, (a, b) in enumerate(zip(results, expected, strict=True)):
+        if backend == "fa3" and n == len(results) - 3:
+            _close(a, b.double(), a.dtype)
+        else:
+            assert torch.equal(a, b), n
 
 
 @pytest.mark.parametrize("shape", [(70_000, 4, 1, 16), (1, 4, 70_000, 16), (70_000, 4, 2, 16)])
@@ -106,29 +115,30 @@ def test_row_stride_so_long_that_a_tile_spans_2_31_elements(backend):
         _close(grad, expected, q.dtype)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("varlen", [False, True])
 @both
-def test_30_runs_are_bitwise_equal(varlen, backend):
+def test_30_runs_are_bitwise_equal(varlen, deterministic, backend):
     """With another kernel running on a second stream."""
     q, k, v = _qkv((4, 1000, 8, 128), (4, 1000, 2, 128), (4, 1000, 2, 128), grad=True)
     dout = torch.randn_like(q)
     cu = torch.tensor([0, 300, 300, 1900, 4000], device="cuda", dtype=torch.int32)
     noise, side = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
+    options = dict(causal=True, return_lse=True, deterministic=deterministic, backend=backend)
 
     def run():
         if varlen:
             flat = [t.flatten(0, 1) for t in (q, k, v)]
-            out, lse = speedlight.attention_varlen(*flat, cu, cu, causal=True, return_lse=True, backend=backend)
+            out, lse = speedlight.attention_varlen(*flat, cu, cu, **options)
             return out, lse, *_grads(out, (q, k, v), dout.flatten(0, 1))
-        out, lse = speedlight.attention(q, k, v, causal=True, return_lse=True, backend=backend)
+        out, lse = speedlight.attention(q, k, v, **options)
         return out, lse, *_grads(out, (q, k, v), dout)
 
     first = run()
     for _ in range(29):
         with torch.cuda.stream(side):
             torch.mm(noise, noise)
-        for a, b in zip(first, run(), strict=True):
-            assert torch.equal(a, b)
+        _same(run(), first, None if deterministic else backend)
 
 
 def test_fp32_is_not_tf32():
@@ -174,8 +184,7 @@ def test_cuda_graph_replays_on_new_values(backend):
                 t.fill_(float("nan"))
         graph.replay()
         fresh = speedlight.attention(q, k, v, causal=True, backend=backend)
-        for a, b in zip((out, *grads), (fresh, *_grads(fresh, (q, k, v), dout)), strict=True):
-            assert torch.equal(a, b)
+        _same((out, *grads), (fresh, *_grads(fresh, (q, k, v), dout)), backend)
 
 
 def test_cpu_backend_refuses_varlen_in_a_graph():
@@ -312,6 +321,33 @@ def test_two_streams_at_once(backend):
 
 
 @both
+def test_gradients_on_two_streams_and_in_two_graphs_at_once(backend):
+    inputs = [_qkv(*[(2, 777, 4, 64)] * 3, grad=True) for _ in range(2)]
+    douts = [torch.randn_like(x[0]) for x in inputs]
+
+    def run(n):
+        return _grads(speedlight.attention(*inputs[n], causal=True, backend=backend), inputs[n], douts[n])
+
+    expected = [run(n) for n in range(2)]
+    graphs, results = [torch.cuda.CUDAGraph() for _ in range(2)], []
+    for n in range(2):
+        with torch.cuda.graph(graphs[n]):
+            results.append(run(n))
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for n, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                _same(run(n), expected[n], backend)
+                for t in results[n]:
+                    t.fill_(float("nan"))
+                graphs[n].replay()
+        torch.cuda.synchronize()
+        for n in range(2):
+            _same(results[n], expected[n], backend)
+
+
+@both
 def test_compiled_with_cuda_graphs(backend):
     """torch.compile's warm-up sends all allocations to a pool that replays use again: nothing of it may be kept."""
     inputs = [_qkv(*[(2, 300, 4, 64)] * 3) for _ in range(3)]
@@ -379,6 +415,45 @@ def test_fa3_never_reads_or_writes_a_neighbour(head_dim):
 
 
 @pytest.mark.skipif(not _HOPPER, reason="needs Hopper")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_fa3_gradients_never_read_or_write_a_neighbour(head_dim):
+    lengths = [(200, 333), (70, 70), (1, 500), (0, 40), (300, 0), (129, 127)]
+    cu_q, cu_k = (torch.tensor([0, *n], device="cuda").cumsum(0).int() for n in zip(*lengths, strict=True))
+    q, k, v, dout = _qkv(*[(int(cu[-1]), 2, head_dim) for cu in (cu_q, cu_k, cu_k, cu_q)])
+    for n in range(len(lengths)):
+        at_q, at_k = slice(cu_q[n], cu_q[n + 1]), slice(cu_k[n], cu_k[n + 1])
+        poisoned = [torch.full_like(t, float("nan")) for t in (q, k, v, dout)]
+        for spoilt, t, at in zip(poisoned, (q, k, v, dout), (at_q, at_k, at_k, at_q), strict=True):
+            spoilt[at] = t[at]
+        *inputs, spoilt_dout = poisoned
+        alone = [t[at][None].double().requires_grad_() for t, at in zip((q, k, v), (at_q, at_k, at_k), strict=True)]
+        for options in (dict(causal=True), dict(window=(40, 10)), {}):
+            inputs = [t.detach().requires_grad_() for t in inputs]
+            out = speedlight.attention_varlen(*inputs, cu_q, cu_k, backend="fa3", **options)
+            grads = _grads(out, inputs, spoilt_dout)
+            expected = _grads(reference.attention(*alone, **options), alone, dout[at_q][None].double())
+            for grad, ref, at in zip(grads, expected, (at_q, at_k, at_k), strict=True):
+                if ref.numel():
+                    _close(grad[at][None], ref, q.dtype)
+
+
+@pytest.mark.skipif(not _HOPPER, reason="needs Hopper")
+@pytest.mark.parametrize("dims", [(16, 128), (32, 128), (128, 16), (64, 128), (72, 40), (8, 8)], ids=str)
+def test_fa3_gradients_of_head_dims_and_subsets(dims):
+    """Also only those that are asked for."""
+    head_dim, head_dim_v = dims
+    q, k, v = _qkv((2, 300, 6, head_dim), (2, 391, 2, head_dim), (2, 391, 2, head_dim_v))
+    dout = torch.randn(2, 300, 6, head_dim_v, device="cuda", dtype=q.dtype)
+    exact = [t.double().requires_grad_() for t in (q, k, v)]
+    expected = _grads(reference.attention(*exact, causal=True, softcap=8.0), exact, dout.double())
+    for wanted in ((0, 1, 2), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2)):
+        inputs = [t.detach().requires_grad_(n in wanted) for n, t in enumerate((q, k, v))]
+        out = speedlight.attention(*inputs, causal=True, softcap=8.0, backend="fa3")
+        for n, grad in zip(wanted, _grads(out, [inputs[n] for n in wanted], dout), strict=True):
+            _close(grad, expected[n], q.dtype)
+
+
+@pytest.mark.skipif(not _HOPPER, reason="needs Hopper")
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("options", [dict(causal=True), dict(window=(50, 20)), {}], ids=str)
 def test_fa3_passes_from_tile_to_tile(head_dim, options):
@@ -389,10 +464,14 @@ def test_fa3_passes_from_tile_to_tile(head_dim, options):
     lengths[0, ::7] = 0
     lengths[1, ::5] = 0
     cu_q, cu_k = (torch.cat([torch.zeros(1), n.cumsum(0)]).int().cuda() for n in lengths)
-    q, k, v = _qkv(*[(int(cu[-1]) + 100, 4, head_dim) for cu in (cu_q, cu_k, cu_k)])
+    q, k, v = _qkv(*[(int(cu[-1]) + 100, 4, head_dim) for cu in (cu_q, cu_k, cu_k)], grad=True)
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
     out, lse = speedlight.attention_varlen(q, k, v, cu_q, cu_k, return_lse=True, backend="fa3", **options)
-    ref, ref_lse = reference.attention_varlen(q, k, v, cu_q, cu_k, return_lse=True, **options)
+    ref, ref_lse = reference.attention_varlen(*exact, cu_q, cu_k, return_lse=True, **options)
     _close(out, ref, q.dtype)
+    dout = torch.randn_like(out)
+    for grad, expected in zip(_grads(out, (q, k, v), dout), _grads(ref, exact, dout.double()), strict=True):
+        _close(grad, expected, q.dtype)
     seen = ref_lse.isfinite()
     assert torch.equal(lse.isfinite(), seen)
     assert (lse.double() - ref_lse)[seen].abs().max() < 1e-4

@@ -120,8 +120,11 @@ def _tensor_descriptor(tensor: Tensor, d: Descriptor) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     block = list(d.block)
-    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[tensor.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[tensor.dtype]
+    if len(block) == 1:
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=dtype.primitive_bitwidth, rank=1)
+    else:
+        layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
     return TensorDescriptor(tensor, list(d.shape), list(d.strides), block, layout)
 
 

@@ -1,4 +1,4 @@
-"""What `fa3` decides in whole numbers, without a GPU: which key blocks a tile reads, and which of them it masks.
+"""What `fa3` decides in whole numbers, without a GPU: which blocks a tile reads, and which of them it masks.
 
 The kernel's own functions run here on Python's integers, against a table of who sees whom.
 """
@@ -28,8 +28,13 @@ _NAMES = {
         minimum=min, maximum=max, where=lambda condition, a, b: a if condition else b, cdiv=lambda a, b: -(-a // b)
     ),
     "key_range": ranges.key_range,
+    "query_range": ranges.query_range,
+    "full_query_range": ranges.full_query_range,
 }  # fmt: skip
-for _name in ("key_blocks", "hides", "seen_whole", "masked_blocks", "key_block", "blocks_to_first_max"):
+for _name in (
+    "key_blocks", "hides", "seen_whole", "masked_blocks", "key_block", "blocks_to_first_max", "query_blocks",
+    "query_block",
+):  # fmt: skip
     _NAMES[_name] = FunctionType(getattr(common, _name).fn.__code__, _NAMES)
 on_integers = SimpleNamespace(**_NAMES)
 
@@ -154,3 +159,27 @@ def test_the_number_of_tiles_covers_every_row_of_packed_sequences(options):
     assert record.args["num_tiles"] >= (last + 1) * problem.num_heads
     assert record.grid[0] == min(132, record.args["num_tiles"])
     assert inputs.cu_seqlens_q is lengths
+
+
+@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_backward_takes_every_block_of_rows_that_sees_a_key_and_masks_those_with_a_hidden_pair(block_m, window):
+    block_n = 128
+    for seqlen_q, seqlen_k in LENGTHS:
+        problem, *_ = problem_of(seqlen_q, seqlen_k, window, 64)
+        left, right = (ranges.UNLIMITED if w is None else w for w in (problem.window_left, problem.window_right))
+        rows, keys = (-(-n // block) * block for n, block in ((seqlen_q, block_m), (seqlen_k, block_n)))
+        row, key = torch.arange(rows)[:, None], torch.arange(keys)[None]
+        position = row + seqlen_k - seqlen_q
+        visible = (row < seqlen_q) & (key < seqlen_k) & (key >= position - left) & (key <= position + right)
+        for start_n in range(0, seqlen_k, block_n):
+            first, *edges, turn = on_integers.query_blocks(start_n, seqlen_q, seqlen_k, left, right, block_m, block_n)
+            count, low, high = edges
+            order = [first + on_integers.query_block(n, count, low, high, turn) for n in range(count)]
+            assert sorted(order) == list(range(first, first + count))
+            for block in range(rows // block_m):
+                pairs = visible[block * block_m : (block + 1) * block_m, start_n : start_n + block_n]
+                if block not in order:
+                    assert not pairs.any(), (seqlen_q, seqlen_k, start_n, block)
+                elif order.index(block) >= low + high:
+                    assert pairs.all(), (seqlen_q, seqlen_k, start_n, block)

@@ -96,7 +96,7 @@ def launches(backend: ModuleType, target: Target, variant: Variant) -> dict[str,
     with _captured(backend, target) as found:
         out, lse = backend.forward(problem, inputs)
         dout, dlse = torch.empty_like(out), torch.empty_like(lse) if variant.dlse else None
-        if backend is not fa3:  # whose backward is fa2's
+        if backend is not fa3 or fa3.backward_tile(problem) is not None:  # else it is fa2's
             backend.backward(problem, inputs, out, lse, dout, dlse, variant.needs)
     return found
 
@@ -116,6 +116,7 @@ def _captured(backend: ModuleType, target: Target) -> Iterator[dict[str, launch.
             counter = torch.empty(2, dtype=torch.int32, device="meta")
             patches.enter_context(mock.patch.object(fa3, "_counter", lambda device: counter))
             patches.enter_context(mock.patch.object(fa3, "_num_sms", lambda device: 132))
+            patches.enter_context(mock.patch.object(fa3, "OWN_BACKWARD", True))
         else:
             patches.enter_context(mock.patch.object(backend, "target_of", lambda device: target))
         yield found

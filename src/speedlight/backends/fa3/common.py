@@ -5,10 +5,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from ..fa2.common import LOG2_E, key_range, tanh
+from ..fa2.common import LOG2_E, full_query_range, key_range, query_range, tanh
 
-# What the producer tells the consumers about a tile, in shared memory.
-FACTS = gl.constexpr(8)
+# Room for what the producer tells the consumers about a tile, in shared memory.
+FACTS = gl.constexpr(16)
 # The start of the row maximum, the least finite number: exp2(-inf - m) must not become exp2(-inf + inf).
 LOWEST = gl.constexpr(-3.4028234663852886e38)
 
@@ -53,6 +53,32 @@ def key_block(n, first, count, on_the_right, on_the_left, HAS_LEFT: gl.constexpr
         beyond = gl.where(n < on_the_right + on_the_left, first + n - on_the_right, block + on_the_left)
         block = gl.where(n < on_the_right, block, beyond)
     return block
+
+
+@gluon.jit
+def query_blocks(start_n, used_q, used_k, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Blocks of rows [first, first + count) that see some key of a tile, how many of them hold a hidden pair, at the
+    low and at the high end, and a number of the others that differs among neighbouring tiles."""
+    lo, hi = query_range(start_n, start_n + BLOCK_N, used_q, used_k, left, right)
+    whole_lo, whole_hi = full_query_range(start_n, start_n + BLOCK_N, used_q, used_k, left, right)
+    first = lo // BLOCK_M
+    count = gl.where(hi > lo, gl.cdiv(hi, BLOCK_M) - first, 0)
+    low = gl.minimum(gl.maximum(gl.cdiv(whole_lo, BLOCK_M) - first, 0), count)
+    high = count - gl.minimum(gl.maximum(whole_hi // BLOCK_M - first, low), count)
+    partial = start_n + BLOCK_N > used_k  # these rows see all keys that there are
+    low, high = gl.where(partial, count, low), gl.where(partial, 0, high)
+    return first, count, low, high, start_n // BLOCK_N % 128 % gl.maximum(count - low - high, 1)
+
+
+@gluon.jit
+def query_block(n, count, low, high, turn):
+    """The n-th block of rows of a tile, counted from its first one: those with hidden pairs first, and of the others
+    that at the turn, so that programs that start together do not all add to the same dQ."""
+    whole = count - low - high
+    n_whole = n - low - high + turn
+    n_whole = gl.where(n_whole >= whole, n_whole - whole, n_whole)
+    masked = gl.where(n < low, n, count - high + n - low)
+    return gl.where(n < low + high, masked, low + n_whole)
 
 
 @gluon.jit
@@ -103,7 +129,7 @@ def wait_for_room(notes, n):
 
 
 @gluon.jit
-def send(notes, n, more, start_m, used_q, used_k, q_start, q_rows, b, h):
+def send(notes, n, more, start, used_q, used_k, q_start, rows, b, h, rows_k, first_tile):
     """Tell the consumers about tile number n of this program. more: 0 there is none, 1 there is, 2 it takes maxima of
     all blocks."""
     facts, facts_full = notes[0], notes[1]
@@ -111,36 +137,38 @@ def send(notes, n, more, start_m, used_q, used_k, q_start, q_rows, b, h):
     zero = gl.full([1], 0, gl.int32, layout)
     place = (n & 1) * FACTS
     facts.index(place).store(zero + more)
-    facts.index(place + 1).store(zero + start_m)
+    facts.index(place + 1).store(zero + start)
     facts.index(place + 2).store(zero + used_q)
     facts.index(place + 3).store(zero + used_k)
     facts.index(place + 4).store(zero + q_start)
-    facts.index(place + 5).store(zero + q_rows)
+    facts.index(place + 5).store(zero + rows)
     facts.index(place + 6).store(zero + b)
     facts.index(place + 7).store(zero + h)
+    facts.index(place + 8).store(zero + rows_k)
+    facts.index(place + 9).store(zero + first_tile)
     mbarrier.arrive(facts_full.index(n & 1), count=1)
 
 
 @gluon.jit
-def receive(notes, n):
+def receive(notes, n, WARPS: gl.constexpr):
     """Whether there is a tile number n, as soon as that is known."""
     facts_full = notes[1]
     mbarrier.wait(facts_full.index(n & 1), (n >> 1) & 1)
-    return fact(notes, n, 0)
+    return fact(notes, n, 0, WARPS)
 
 
 @gluon.jit
-def fact(notes, n, i: gl.constexpr):
+def fact(notes, n, i: gl.constexpr, WARPS: gl.constexpr):
     facts = notes[0]
-    return gl.max(facts.index((n & 1) * FACTS + i).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return gl.max(facts.index((n & 1) * FACTS + i).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
 @gluon.jit
 def place(notes, n, seqlen_q, RAGGED: gl.constexpr):
     """Where a tile's sequence starts, its rows, and its batch entry and head."""
-    q_start = fact(notes, n, 4) if RAGGED else 0
-    q_rows = fact(notes, n, 5) if RAGGED else seqlen_q
-    return q_start, q_rows, fact(notes, n, 6), fact(notes, n, 7)
+    q_start = fact(notes, n, 4, 4) if RAGGED else 0
+    q_rows = fact(notes, n, 5, 4) if RAGGED else seqlen_q
+    return q_start, q_rows, fact(notes, n, 6, 4), fact(notes, n, 7, 4)
 
 
 @gluon.jit
@@ -239,6 +267,30 @@ def mask(s, start_n, row, used_q, used_k, left, right, HAS_LEFT: gl.constexpr, H
         visible = visible & (gl.expand_dims(gl.expand_dims(position - left, 1), 2) - c <= a)
     s3 = gl.where(visible, s3, float("-inf"))
     return gl.convert_layout(gl.reshape(s3, [64, BLOCK_N]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def mask_transposed(x, hidden: gl.constexpr, key, start_m, used_q, used_k, left, right, HAS_LEFT: gl.constexpr,
+                    HAS_RIGHT: gl.constexpr, BLOCK_M: gl.constexpr):  # fmt: skip
+    """As mask, for 64 keys from the given one on along the first axis and rows of the problem along the second."""
+    layout: gl.constexpr = x.type.layout
+    x3 = gl.reshape(x, [64, BLOCK_M // 8, 8])
+    layout3: gl.constexpr = x3.type.layout
+    a = gl.arange(0, BLOCK_M // 8, gl.SliceLayout(0, gl.SliceLayout(2, layout3))) * 8
+    a = gl.expand_dims(gl.expand_dims(a, 0), 2)
+    c = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout3)))
+    c = gl.expand_dims(gl.expand_dims(c, 0), 1)
+    keys = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, layout3))) + key
+    # The row at which a key stands, counted from start_m.
+    at = keys + (used_q - used_k - start_m)
+    last = gl.where(keys < used_k, used_q - 1 - start_m, -1)
+    if HAS_LEFT:
+        last = gl.minimum(last, at + left)
+    visible = gl.expand_dims(gl.expand_dims(last, 1), 2) - c >= a
+    if HAS_RIGHT:
+        visible = visible & (gl.expand_dims(gl.expand_dims(at - right, 1), 2) - c <= a)
+    x3 = gl.where(visible, x3, hidden)
+    return gl.convert_layout(gl.reshape(x3, [64, BLOCK_M]), layout, assert_trivial=True)
 
 
 @gluon.jit

@@ -1,12 +1,22 @@
-"""The producer of the FlashAttention-3 kernels: one warp that takes tiles, tells the consumers about them, and fetches
-Q, K and V."""
+"""The producers of the FlashAttention-3 kernels: one warp that takes tiles, tells the consumers about them, and fetches
+what they read."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..fa2.common import locate_tile, other_side, used_length
-from .common import acquire, has_failed, key_block, key_blocks, masked_blocks, send, wait_for_room
+from .common import (
+    acquire,
+    has_failed,
+    key_block,
+    key_blocks,
+    masked_blocks,
+    query_block,
+    query_blocks,
+    send,
+    wait_for_room,
+)
 from .versions import tma_load
 
 
@@ -77,7 +87,7 @@ def producer(
                     if has_failed(notes, tiles_before, NWG):
                         again = sent_before
                 sent, sent_before = tile, sent
-            send(notes, tiles_before, more, start_m, used_q, used_k, q_start, q_rows, batch_row, h)
+            send(notes, tiles_before, more, start_m, used_q, used_k, q_start, q_rows, batch_row, h, 0, 0)
             tiles_before += 1
             first, count = key_blocks(start_m, used_q, used_k, left, right, BLOCK_M, BLOCK_N)
             on_the_right, on_the_left = masked_blocks(
@@ -123,13 +133,112 @@ def producer(
                         tile, sides, batch, num_heads, seqlen_q, seqlen_k, num_tiles, heads_together, BLOCK_M
                     )
     wait_for_room(notes, tiles_before)
-    send(notes, tiles_before, 0, 0, 0, 0, 0, 0, 0, 0)
+    send(notes, tiles_before, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     if NAMED:  # leave no hardware barrier half full
         for i in gl.static_range(NST):
             if i < blocks_before:
                 acquire(k_empty, NST + i, 5, NWG, NST, NAMED)
                 acquire(v_empty, NST + i, 12, NWG, NST, NAMED)
-    # The last program to end leaves the counter as it found it, for the next launch on this stream.
+    _leave(counter, programs)
+
+
+@gluon.jit
+def _leave(counter, programs):
+    """The last program to end leaves the counter as it found it, for the next launch on this stream."""
     if gl.atomic_add(counter + 1, 1, sem="relaxed") == programs - 1:
         gl.store(counter, 0)
         gl.store(counter + 1, 0)
+
+
+@gluon.jit
+def _locate_keys(tile, sides, batch, num_heads_kv, seqlen_q, seqlen_k, num_tiles, heads_together, BLOCK_M: gl.constexpr,
+                 BLOCK_N: gl.constexpr):  # fmt: skip
+    """Batch entry and K/V head of a tile of keys, its first key, of both sides of its sequence the start, the rows and
+    the used lengths, and the sequence's first one among all tiles of rows."""
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = sides
+    tile = gl.minimum(tile, num_tiles - 1)
+    if cu_seqlens_q is not None:
+        # Forwards: the first block of a sequence has the most rows under a causal mask.
+        b, block, k_start, k_rows = locate_tile(tile // num_heads_kv, cu_seqlens_k, batch, seqlen_k, BLOCK_N)
+        hk = tile % num_heads_kv
+        q_start, q_rows = other_side(b, cu_seqlens_q, batch, seqlen_q)
+        first_tile = q_start // BLOCK_M + b
+    else:
+        # As in _locate: heads whose Q, dO and dQ share the L2 cache.
+        num_n = gl.cdiv(seqlen_k, BLOCK_N)
+        group = tile // (num_n * heads_together)
+        member = tile % (num_n * heads_together)
+        heads = gl.minimum(batch * num_heads_kv - group * heads_together, heads_together)
+        block = member // heads
+        b = (group * heads_together + member % heads) // num_heads_kv
+        hk = (group * heads_together + member % heads) % num_heads_kv
+        q_start, q_rows, k_start, k_rows = 0, seqlen_q, 0, seqlen_k
+        first_tile = b * gl.cdiv(seqlen_q, BLOCK_M)
+    used_q = used_length(seqused_q, b, batch, q_rows)
+    used_k = used_length(seqused_k, b, batch, k_rows)
+    return b, hk, block * BLOCK_N, q_start, used_q, used_k, k_start, k_rows, first_tile
+
+
+@gluon.jit
+def query_producer(
+    q, k, v, dout, lse2, delta, keys, ring, notes, counter, sides, batch, num_heads, group_size, seqlen_q, seqlen_k,
+    num_tiles, heads_together, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr,
+    NAMED: gl.constexpr,
+):  # fmt: skip
+    """Of the backward pass: K and V of a tile once, and Q, dO, lse and delta block by block."""
+    k_s, v_s, kv_full, kv_empty = keys
+    q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty = ring
+    programs = gl.num_programs(0)
+    num_heads_kv = num_heads // group_size
+    blocks_before = 0
+    tiles_before = 0
+    keys_before = 0
+    tile = gl.program_id(0)
+    b, hk, start_n, q_start, used_q, used_k, k_start, k_rows, first_tile = _locate_keys(
+        tile, sides, batch, num_heads_kv, seqlen_q, seqlen_k, num_tiles, heads_together, BLOCK_M, BLOCK_N
+    )
+    while tile < num_tiles:
+        batch_row = b if sides[0] is None else 0
+        first, count, low, high, turn = 0, 0, 0, 0, 0
+        first_head = hk * group_size
+        row = q_start
+        first_tile_before = first_tile
+        if start_n < k_rows:
+            wait_for_room(notes, tiles_before)
+            send(notes, tiles_before, 1, start_n, used_q, used_k, q_start, k_start, batch_row, hk, k_rows, first_tile)
+            tiles_before += 1
+            first, count, low, high, turn = query_blocks(start_n, used_q, used_k, left, right, BLOCK_M, BLOCK_N)
+            if count > 0:
+                mbarrier.wait(kv_empty, (keys_before & 1) ^ 1)
+                mbarrier.expect(kv_full, k.block_type.nbytes + v.block_type.nbytes)
+                tma_load(k, [batch_row, k_start + start_n, hk, 0], kv_full, k_s.index(0))
+                tma_load(v, [batch_row, k_start + start_n, hk, 0], kv_full, v_s.index(0))
+                keys_before += 1
+        tile = gl.atomic_add(counter, 1, sem="relaxed") + programs
+        b, hk, start_n, q_start, used_q, used_k, k_start, k_rows, first_tile = _locate_keys(
+            tile, sides, batch, num_heads_kv, seqlen_q, seqlen_k, num_tiles, heads_together, BLOCK_M, BLOCK_N
+        )
+        for member in range(group_size if count > 0 else 0):
+            h = first_head + member
+            for n in range(count):
+                block = first + query_block(n, count, low, high, turn)
+                start_m = block * BLOCK_M
+                lse_row = ((first_tile_before + block) * num_heads + h) * BLOCK_M
+                stage = blocks_before % NST
+                acquire(q_empty, blocks_before, 5, 2, NST, NAMED)
+                mbarrier.expect(q_full.index(stage), q.block_type.nbytes + BLOCK_M * 4)
+                tma_load(lse2, [lse_row], q_full.index(stage), lse_s.index(stage))
+                tma_load(q, [batch_row, row + start_m, h, 0], q_full.index(stage), q_s.index(stage))
+                acquire(do_empty, blocks_before, 12, 2, NST, NAMED)
+                mbarrier.expect(do_full.index(stage), dout.block_type.nbytes + BLOCK_M * 4)
+                tma_load(delta, [lse_row], do_full.index(stage), delta_s.index(stage))
+                tma_load(dout, [batch_row, row + start_m, h, 0], do_full.index(stage), do_s.index(stage))
+                blocks_before += 1
+    wait_for_room(notes, tiles_before)
+    send(notes, tiles_before, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    if NAMED:  # leave no hardware barrier half full
+        for i in gl.static_range(NST):
+            if i < blocks_before:
+                acquire(q_empty, NST + i, 5, 2, NST, NAMED)
+                acquire(do_empty, NST + i, 12, 2, NST, NAMED)
+    _leave(counter, programs)

@@ -39,12 +39,31 @@ class FwdTile:
         return (512 - PRODUCER_REGISTERS) // self.num_consumers
 
 
+@dataclass(frozen=True)
+class BwdTile:
+    """``block_m`` query rows by 128 keys, of two warpgroups with 64 each, and ``num_stages`` blocks of Q and dO in
+    shared memory."""
+
+    block_m: int
+    num_stages: int = 2
+    block_n: int = 128
+
+    def __post_init__(self) -> None:
+        # Hardware barriers are numbered for these.
+        assert self.num_stages == 2 and self.block_m in (64, 128), self
+
+    @property
+    def consumer_registers(self) -> int:
+        return (512 - PRODUCER_REGISTERS) // 2
+
+
 # By measured speed on an H200 (torch 2.11, Triton 3.6.0, 2026-11-30; docs/notes/hopper-forward.md).
 _D64 = FwdTile(3, 128, 4)
 _D64_SHORT = FwdTile(2, 128, 4, pingpong=False, q_in_registers=True)
 _D128 = FwdTile(2, 128, 2)
 _D256 = FwdTile(2, 64, 2, pingpong=False)
 TILES = (_D64, _D64_SHORT, _D128, _D256)
+_BWD_D64, _BWD_D128 = BwdTile(128), BwdTile(64)
 SHORT, SHORT_MASKED = 512, 2048  # keys that a row sees
 
 
@@ -58,3 +77,9 @@ def forward_tile(problem: AttentionProblem) -> FwdTile:
     if left is not None and right is not None:
         keys = min(keys, left + right + 1)
     return _D64_SHORT if keys <= SHORT_MASKED else _D64
+
+
+def backward_tile(problem: AttentionProblem) -> BwdTile | None:
+    """None where there is none: dK and dV of 256 columns do not fit in registers."""
+    dim = block_dim(max(problem.head_dim, problem.head_dim_v))
+    return None if dim > 128 else _BWD_D128 if dim > 64 else _BWD_D64
