@@ -196,7 +196,7 @@ def _announce_scores(ds_full, n, WG: gl.constexpr, NAMED: gl.constexpr):
     if NAMED:
         barrier("bar.arrive $1, 256; mov.b32 $0, $1;", 8 + 2 * (n & 1) + WG)
     else:
-        mbarrier.arrive(ds_full.index(WG), count=1)
+        mbarrier.arrive(ds_full.index(2 * (n & 1) + WG), count=1)
 
 
 @gluon.jit
@@ -205,7 +205,7 @@ def _await_scores(ds_full, n, WG: gl.constexpr, NAMED: gl.constexpr):
     if NAMED:
         barrier("bar.sync $1, 256; mov.b32 $0, $1;", 8 + 2 * (n & 1) + 1 - WG)
     else:
-        mbarrier.wait(ds_full.index(1 - WG), n & 1)
+        mbarrier.wait(ds_full.index(2 * (n & 1) + 1 - WG), (n >> 1) & 1)
 
 
 @gluon.jit
@@ -393,7 +393,7 @@ def _attn_bwd_kernel(
     dv_s = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, BLOCK_DV], dv_tiles.layout) if NEED_DV else lse_s
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ds_full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [NST, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [NST, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [NST, 1], mbarrier.MBarrierLayout())
@@ -406,6 +406,7 @@ def _attn_bwd_kernel(
     for i in gl.static_range(2):
         mbarrier.init(facts_full.index(i), count=1)
         mbarrier.init(facts_empty.index(i), count=2)
+    for i in gl.static_range(4):
         mbarrier.init(ds_full.index(i), count=1)
     for i in gl.static_range(NST):
         mbarrier.init(q_full.index(i), count=1)
