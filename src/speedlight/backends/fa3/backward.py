@@ -256,11 +256,11 @@ def _consumer(
     it = 0
     tiles_before = 0
     keys_before = 0
-    while receive(notes, tiles_before, 4) > 0:
-        start_n = fact(notes, tiles_before, 1, 4)
-        used_q = fact(notes, tiles_before, 2, 4) if RAGGED else seqlen_q
-        used_k = fact(notes, tiles_before, 3, 4) if RAGGED else seqlen_k
-        hk = fact(notes, tiles_before, 7, 4)
+    while receive(notes, tiles_before) > 0:
+        start_n = fact(notes, tiles_before, 1)
+        used_q = fact(notes, tiles_before, 2) if RAGGED else seqlen_q
+        used_k = fact(notes, tiles_before, 3) if RAGGED else seqlen_k
+        hk = fact(notes, tiles_before, 7)
         first, count, low, high, turn = query_blocks(start_n, used_q, used_k, left, right, BLOCK_M, BLOCK_N)
         seeing_lo, seeing_hi = seeing_rows(used_q, used_k, left, right)
         lengths = (used_q, used_k, seeing_lo, seeing_hi)
@@ -275,7 +275,7 @@ def _consumer(
                     k_tile = k_s.index(0).reshape([BLOCK_N, BLOCK_D])
                     clear_rows(k_tile, seen_lo - start_n, seen_hi - start_n, BLOCK_N, BLOCK_D)
             # Where dQ of a block goes: by tile of BLOCK_M rows of all sequences, then head.
-            first_tile = fact(notes, tiles_before, 9, 4) + first
+            first_tile = fact(notes, tiles_before, 9) + first
             before = gl.to_tensor(0).to(gl.int64)
             if NEED_DQ:  # the first block, which has none before it
                 block = query_block(0, count, low, high, turn)
@@ -316,9 +316,9 @@ def _consumer(
                 _add_dq(dq_sum + before, warpgroup_mma_wait(0, deps=[dq_token]), WG)
             mbarrier.arrive(kv_empty, count=1)
             keys_before += 1
-        batch_row = fact(notes, tiles_before, 6, 4)
-        k_start = fact(notes, tiles_before, 5, 4) if RAGGED else 0
-        rows_left = (fact(notes, tiles_before, 8, 4) if RAGGED else seqlen_k) - key
+        batch_row = fact(notes, tiles_before, 6)
+        k_start = fact(notes, tiles_before, 5) if RAGGED else 0
+        rows_left = (fact(notes, tiles_before, 8) if RAGGED else seqlen_k) - key
         tma.store_wait(0)  # those of the tile before
         if NEED_DK:
             _store_gradient(dk_i * softmax_scale, dk_tiles, dk, dk_s.index(WG), batch_row, k_start + key, hk,

@@ -150,25 +150,25 @@ def send(notes, n, more, start, used_q, used_k, q_start, rows, b, h, rows_k, fir
 
 
 @gluon.jit
-def receive(notes, n, WARPS: gl.constexpr):
+def receive(notes, n):
     """Whether there is a tile number n, as soon as that is known."""
     facts_full = notes[1]
     mbarrier.wait(facts_full.index(n & 1), (n >> 1) & 1)
-    return fact(notes, n, 0, WARPS)
+    return fact(notes, n, 0)
 
 
 @gluon.jit
-def fact(notes, n, i: gl.constexpr, WARPS: gl.constexpr):
+def fact(notes, n, i: gl.constexpr):
     facts = notes[0]
-    return gl.max(facts.index((n & 1) * FACTS + i).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+    return gl.max(facts.index((n & 1) * FACTS + i).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
 def place(notes, n, seqlen_q, RAGGED: gl.constexpr):
     """Where a tile's sequence starts, its rows, and its batch entry and head."""
-    q_start = fact(notes, n, 4, 4) if RAGGED else 0
-    q_rows = fact(notes, n, 5, 4) if RAGGED else seqlen_q
-    return q_start, q_rows, fact(notes, n, 6, 4), fact(notes, n, 7, 4)
+    q_start = fact(notes, n, 4) if RAGGED else 0
+    q_rows = fact(notes, n, 5) if RAGGED else seqlen_q
+    return q_start, q_rows, fact(notes, n, 6), fact(notes, n, 7)
 
 
 @gluon.jit

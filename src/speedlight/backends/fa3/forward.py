@@ -100,11 +100,11 @@ def _consumer(
     it = 0
     tiles_before = 0
     queries_before = 0
-    while receive(notes, tiles_before, 4) > 0:
-        wary = fact(notes, tiles_before, 0, 4) == 2
-        start_m = fact(notes, tiles_before, 1, 4)
-        used_q = fact(notes, tiles_before, 2, 4) if RAGGED else seqlen_q
-        used_k = fact(notes, tiles_before, 3, 4) if RAGGED else seqlen_k
+    while receive(notes, tiles_before) > 0:
+        wary = fact(notes, tiles_before, 0) == 2
+        start_m = fact(notes, tiles_before, 1)
+        used_q = fact(notes, tiles_before, 2) if RAGGED else seqlen_q
+        used_k = fact(notes, tiles_before, 3) if RAGGED else seqlen_k
         row = start_m + WG * 64
         first, count = key_blocks(start_m, used_q, used_k, left, right, BLOCK_M, BLOCK_N)
         on_the_right, on_the_left = masked_blocks(
