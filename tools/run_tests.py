@@ -45,7 +45,7 @@ def _compiled(version: str, *selection: str) -> Part:
 PARTS = (
     _compiled(NEWEST),
     _compiled(OLDEST, "-k", "not everything or sm_90 or sm_80"),
-    _interpreted(NEWEST, "fa1 or fa2"),
+    _interpreted(NEWEST, "fa1 or fa2 or fa3_rows"),
     _interpreted(OLDEST, f"(fa1 or fa2) and ({SOME})"),
     Part("main", ("tests", "--ignore=tests/compile"), environment={"TRITON_INTERPRET": "0"}),
 )
