@@ -81,18 +81,16 @@ def backward(
     problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None,
     needs: Needs,
 ) -> Grads:  # fmt: skip
+    tile = backward_tile(problem) if OWN_BACKWARD and not problem.deterministic else None
+    if tile is None or dout is None:
+        return fa2.backward(problem, inputs, out, lse, dout, dlse, needs)
     q, k, v = inputs[:3]
-    read = (q, k, v, out if dout is None else dout)
-    tile = backward_tile(problem)
     key = (
-        "fa3.backward", problem, q.stride(), k.stride(), v.stride(), None if dout is None else dout.stride(),
+        "fa3.backward", problem, q.stride(), k.stride(), v.stride(), dout.stride(),
         None if dlse is None else dlse.stride(), needs.q, needs.k, needs.v,
     )  # fmt: skip
-    if (
-        not OWN_BACKWARD or tile is None or dout is None or problem.deterministic
-        or not _addressable_once(key, problem, read)
-        or (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15
-    ):  # fmt: skip
+    unaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15
+    if unaligned or not _addressable_once(key, problem, (q, k, v, dout)):
         return fa2.backward(problem, inputs, out, lse, dout, dlse, needs)
     device = problem.device
     # The sums below are by tile of rows, then head.
