@@ -1,4 +1,5 @@
-"""Corrections to Triton's interpreter (TRITON_INTERPRET=1), without which bf16 kernels cannot be tested on a CPU.
+"""Corrections to Triton's interpreter (TRITON_INTERPRET=1), without which bf16 kernels cannot be tested on a CPU, and
+what makes it three times as fast.
 
 The interpreter (3.6 to 3.9) keeps bf16 as raw 16-bit integers: ``tl.dot`` multiplies those integers, and a cast from
 fp32 cuts off the low bits instead of rounding to nearest even as GPUs do. Elementwise bf16 arithmetic stays wrong;
@@ -6,6 +7,8 @@ the kernels do theirs in fp32.
 """
 
 from __future__ import annotations
+
+import functools
 
 import numpy as np
 import triton.language as tl
@@ -51,6 +54,29 @@ def _cast(self, src, dst_type):
     return _original_cast(self, src, dst_type)
 
 
+_original_patch = interpreter._patch_lang
+
+
+@functools.cache
+def _patch(fn):
+    """The interpreter replaces triton.language's functions anew for every call of a function. Nothing else uses them in
+    this process, so once is enough, and nothing is ever put back."""
+    _original_patch(fn)
+    return interpreter._LangPatchScope()
+
+
+_of_scalar = functools.cache(interpreter._get_np_dtype)  # which builds a table in each call
+
+
+def _np_dtype(dtype: tl.dtype) -> np.dtype:
+    scalar = dtype.scalar
+    return np.dtype(np.uint64) if scalar.is_ptr() else _of_scalar(scalar)
+
+
 def apply() -> None:
     InterpreterBuilder.create_dot = _dot
     InterpreterBuilder.cast_impl = _cast
+    interpreter._patch_lang = _patch
+    interpreter._get_np_dtype = _np_dtype
+    # Every sum and product of integers once more in int64, for a check that takes place in debug mode only.
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
