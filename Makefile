@@ -58,10 +58,10 @@ $(BIN)/python:
 		&& PYTHONPATH=build/virtualenv $(PYTHON) -m virtualenv --quiet $(VENV); }
 
 $(VENV)/.%: $(BIN)/python pyproject.toml constraints.txt
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[$*]'
+	$(PIP) install --quiet --no-compile --constraint constraints.txt --editable '.[$*]'
 	touch $@
 
 .triton-versions/%/.installed: | $(BIN)/python
 	rm -rf $(@D)
-	$(PIP) install --quiet --no-deps --target $(@D) triton==$*
+	$(PIP) install --quiet --no-compile --no-deps --target $(@D) triton==$*
 	touch $@
