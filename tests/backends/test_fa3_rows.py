@@ -1,6 +1,7 @@
 """The kernels around `fa3`'s backward, in Triton's interpreter or on a GPU: where lse, delta and dQ of a row are.
 
-What is expected is worked out row by row from how a warpgroup holds a tile in registers.
+What is expected is worked out row by row from how a warpgroup holds a tile in registers. Where the copy engine adds dQ,
+its sum has no order of its own.
 """
 
 from __future__ import annotations
@@ -37,19 +38,28 @@ def order_of_dq(block_m, block_d):
     return half * 64 * width + column // 8 * 512 + thread * 4 + row % 16 // 8 * 2 + column % 2
 
 
-@pytest.mark.parametrize(("head_dim", "block_m"), [(64, 128), (40, 128), (16, 64), (72, 64), (128, 64)])
+BY_THREADS_128, BY_THREADS_64, BULK = BwdTile(128), BwdTile(64), BwdTile(64, start_at_lse=True, bulk_dq=True)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "tile"),
+    [(64, BY_THREADS_128), (40, BY_THREADS_128), (16, BY_THREADS_64), (72, BY_THREADS_64), (128, BY_THREADS_64),
+     (72, BULK), (128, BULK)],
+)  # fmt: skip
 @pytest.mark.parametrize("varlen", [False, True])
-def test_lse_delta_and_dq_of_each_row(varlen, head_dim, block_m, device):
+def test_lse_delta_and_dq_of_each_row(varlen, head_dim, tile, device):
     lead = (sum(LENGTHS) + 20,) if varlen else (2, 200)
     q, out, dout = (torch.randn(*lead, HEADS, head_dim, device=device, dtype=torch.float16) for _ in range(3))
     cu = torch.tensor([0, *LENGTHS], device=device).cumsum(0).int()
     problem, _ = describe(q, q, q, *((cu, cu) if varlen else ()))
     lse, dlse = torch.randn(2, *problem.lse_shape, device=device)
-    tile, block_d = BwdTile(block_m), block_dim(head_dim)
+    block_m, block_d = tile.block_m, block_dim(head_dim)
     tiles = tiles_of(problem, problem.seqlen_q, block_m) * HEADS
     dq_sum = torch.randn(tiles, block_m, block_d, device=device)
     in_order = torch.empty(tiles, block_m * block_d, device=device)
     in_order[:, order_of_dq(block_m, block_d).flatten()] = dq_sum.flatten(1)
+    if tile.bulk_dq:
+        in_order = torch.randn(q.shape, device=device)
     lse2, delta = torch.full((2, tiles * block_m), math.nan, device=device)
     dq = torch.full_like(q, math.nan)
     tensors = {"out": out, "dout": dout, "lse": lse, "dlse": dlse, "lse2": lse2, "delta": delta, "dq_sum": in_order}
@@ -72,9 +82,15 @@ def test_lse_delta_and_dq_of_each_row(varlen, head_dim, block_m, device):
         row = torch.arange(rows, device=device)
         of_tile = (first_tile + row // block_m)[:, None] * HEADS + torch.arange(HEADS, device=device)
         row_out, row_dout, row_dq, row_lse, row_dlse = (t[start : start + rows] for t in flat)
-        expected = dq_sum[of_tile, (row % block_m)[:, None], :head_dim] * problem.softmax_scale
-        torch.testing.assert_close(row_dq, expected, rtol=2e-3, atol=2e-3)
+        if tile.bulk_dq:
+            row_sum = in_order.flatten(0, -3)[start : start + rows]
+        else:
+            row_sum = dq_sum[of_tile, (row % block_m)[:, None], :head_dim]
+        torch.testing.assert_close(row_dq, row_sum * problem.softmax_scale, rtol=2e-3, atol=2e-3)
         i = (row % block_m)[:, None]
         at = of_tile * block_m + i // 16 * 16 + i % 8 // 2 * 4 + i // 8 % 2 * 2 + i % 2
-        torch.testing.assert_close(lse2[at], row_lse * math.log2(math.e))
-        torch.testing.assert_close(delta[at], (row_out * row_dout).sum(-1) - row_dlse, rtol=1e-3, atol=1e-3)
+        lse_factor = -1 / problem.softmax_scale if tile.start_at_lse else math.log2(math.e)
+        torch.testing.assert_close(lse2[at], row_lse * lse_factor)
+        delta_factor = -1 if tile.start_at_lse else 1
+        row_delta = (row_out * row_dout).sum(-1) - row_dlse
+        torch.testing.assert_close(delta[at], delta_factor * row_delta, rtol=1e-3, atol=1e-3)

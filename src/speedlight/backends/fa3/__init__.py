@@ -103,7 +103,7 @@ def backward(
     dq = dk = dv = None
     if needs.q:
         tensors["dq"] = dq = new(q)
-        sum_shape = blocks, tile.block_m, block_dim(problem.head_dim)
+        sum_shape = q.shape if tile.bulk_dq else (blocks, tile.block_m, block_dim(problem.head_dim))
         tensors["dq_sum"] = torch.zeros(sum_shape, dtype=torch.float32, device=device)
     if needs.k:
         tensors["dk"] = dk = new(k)
@@ -237,6 +237,8 @@ def preprocess_launch(problem: AttentionProblem, tensors: Tensors, tile: BwdTile
     args = {
         **strides(problem, unit, pick(tensors, "dout")),
         **dlse_strides(problem, tensors),
+        "softmax_scale": problem.softmax_scale,
+        "START": _starts_at_lse(problem, tile),
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_DV": block_dim(problem.head_dim_v),
         "UNIT": unit,
@@ -249,6 +251,7 @@ def convert_launch(problem: AttentionProblem, tensors: Tensors, tile: BwdTile) -
         "softmax_scale": problem.softmax_scale,
         "HEAD_DIM": problem.head_dim,
         "BLOCK_D": block_dim(problem.head_dim),
+        "BULK": tile.bulk_dq,
     }
     return _by_rows(_attn_bwd_convert_kernel, problem, tensors, tile, args)
 
@@ -293,6 +296,8 @@ def backward_launch(problem: AttentionProblem, tensors: Tensors, tile: BwdTile, 
         "BLOCK_N": tile.block_n,
         "NST": tile.num_stages,
         "NAMED": NAMED_BARRIERS,
+        "START": _starts_at_lse(problem, tile),
+        "BULK": tile.bulk_dq,
         "CONSUMER_REGISTERS": tile.consumer_registers,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
@@ -309,8 +314,15 @@ def backward_launch(problem: AttentionProblem, tensors: Tensors, tile: BwdTile, 
     for name, dim in (("dk", block_d), ("dv", block_dv)):
         if name in tensors:
             descriptors[f"{name}_tiles"] = _descriptor(problem, tensors, name, (1, 64, 1, dim))
+    if tile.bulk_dq and "dq_sum" in tensors:
+        descriptors["dq_sum"] = _descriptor(problem, tensors, "dq_sum", (1, 64, 1, block_d // 2))
     grid = (min(num_sms, num_tiles),)
     return Launch(_attn_bwd_kernel, grid, tensors, args, num_warps=4, num_stages=1, descriptors=descriptors)
+
+
+def _starts_at_lse(problem: AttentionProblem, tile: BwdTile) -> bool:
+    """S is divided by the scale there, which softcap comes before, and which has to leave something to divide by."""
+    return tile.start_at_lse and not problem.softcap and 1e-6 < abs(problem.softmax_scale) < 1e6
 
 
 def _sees_nothing_first(problem: AttentionProblem) -> bool:

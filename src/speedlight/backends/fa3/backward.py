@@ -12,9 +12,9 @@ first axis. For each block of BLOCK_M rows a consumer computes, from operands in
     dQ   = dS K                                          (dS of both warpgroups; each makes half of dQ)
 
 dQ of a block is made beside S of the next, so that the warpgroups need not wait for each other's dS. dK and dV stay in
-registers, summed over the query heads of the group. dQ is added from registers to an fp32 sum in global memory, so the
-order of its additions varies from run to run. A kernel before (preprocess.py) computes delta; one after scales and
-converts dQ.
+registers, summed over the query heads of the group. dQ is added to an fp32 sum in global memory, from registers or
+(BULK) from shared memory by the copy engine, so the order of its additions varies from run to run. A kernel before
+(preprocess.py) computes delta; one after scales and converts dQ. With START, S starts at -lse and dP at -delta.
 
 Only blocks that hold a hidden pair are masked, and come first. Scores are in log2 units. Shapes as in forward.py; rows
 past a sequence are the neighbour's, so Q, dO and K rows that take no part are zeroed in shared memory (0 * NaN is NaN).
@@ -51,21 +51,21 @@ from .common import (
     unpack,
 )
 from .producer import query_producer
-from .versions import tma_store
+from .versions import reinterpret, tma_add, tma_store
 
 # Hardware barriers: 5 and 6 guard Q, 12 and 13 dO; 8 to 11 say, by parity of a block, that dS of a warpgroup is there.
 
 
 @gluon.jit
 def _step(
-    dk, dv, k_s, v_s, ring, dq_sum, ds_s, ds_full, it, before, place, lengths, left, right, scale, softcap,
+    dk, dv, k_s, v_s, ring, sums, ds_s, ds_full, it, before, place, lengths, left, right, scale, softcap,
     WG: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     MASKED: gl.constexpr, CLEAR: gl.constexpr, FIRST: gl.constexpr, NEED_DQ: gl.constexpr, NEED_DK: gl.constexpr,
-    NEED_DV: gl.constexpr, NAMED: gl.constexpr,
+    NEED_DV: gl.constexpr, NAMED: gl.constexpr, START: gl.constexpr, BULK: gl.constexpr,
 ):  # fmt: skip
-    """One block of rows, and dQ of the block before, whose sum is at dq_sum + before, unless FIRST. No product is in
-    flight before or after."""
+    """One block of rows, and dQ of the block before, whose sum is at before, unless FIRST. No product is in flight
+    before or after."""
     q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty = ring
     start_m = place[0]
     seeing_lo, seeing_hi = lengths[2], lengths[3]
@@ -89,21 +89,26 @@ def _step(
         _await_scores(ds_full, it - 1, WG, NAMED)
         dq_token = _issue_dq(ds_s, k_tile, it - 1, WG, BLOCK_M, BLOCK_D)
     mbarrier.wait(q_full.index(stage), phase)
-    s_token = warpgroup_mma(k_tile.slice(WG * 64, 64, 0), q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s_start = _start(lse_s.index(stage), s_layout, BLOCK_M) if START else zeros
+    s_token = warpgroup_mma(k_tile.slice(WG * 64, 64, 0), q.permute((1, 0)), s_start, use_acc=START, is_async=True)
     if DQ_BEFORE:
-        _add_dq(dq_sum + before, warpgroup_mma_wait(1, deps=[dq_token]), WG)
+        _add_dq(sums, before, warpgroup_mma_wait(1, deps=[dq_token]), WG, BULK)
+    if START and FIRST:  # ptxas makes it wait in any case, and says so
+        s_token = warpgroup_mma_wait(0, deps=[s_token])
     mbarrier.wait(do_full.index(stage), phase)
     if CLEAR:  # hidden scores may come from anything; sums over rows may not
         if (start_m < seeing_lo) | (start_m + BLOCK_M > seeing_hi):
             clear_rows(q, seeing_lo - start_m, seeing_hi - start_m, BLOCK_M, BLOCK_D)
             clear_rows(do, seeing_lo - start_m, seeing_hi - start_m, BLOCK_M, BLOCK_DV)
     if NEED_DS:
-        dp_token = warpgroup_mma(v_tile.slice(WG * 64, 64, 0), do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        dp_start = _start(delta_s.index(stage), s_layout, BLOCK_M) if START else zeros
+        v_rows = v_tile.slice(WG * 64, 64, 0)
+        dp_token = warpgroup_mma(v_rows, do.permute((1, 0)), dp_start, use_acc=START, is_async=True)
     s = warpgroup_mma_wait(1 if NEED_DS else 0, deps=[s_token])
     # The two halves of the rows one after the other: products of the first beside exponentials of the second.
     s_near, s_far = halves(s, BLOCK_M)
     near, near_factor = _weights(s_near, lse_s.index(stage).slice(0, HALF), place, lengths, left, right, scale, softcap,
-                                 HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKED, HALF, 0)  # fmt: skip
+                                 HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKED, HALF, 0, START)  # fmt: skip
     if NEED_DV:
         near16 = unpack(pack(near, dtype, HALF), dtype, v_layout, HALF)
         dv_token = warpgroup_mma(near16, do.slice(0, HALF, 0), dv, is_async=True)
@@ -112,15 +117,17 @@ def _step(
         dp, near = warpgroup_mma_wait(1 if NEED_DV else 0, deps=[dp_token, near])
         dp_near, dp_far = halves(dp, BLOCK_M)
         near_pairs = _score_gradients(near, dp_near, near_factor, delta_s.index(stage).slice(0, HALF), place, lengths,
-                                      left, right, dtype, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKED, HALF, 0)  # fmt: skip
+                                      left, right, dtype, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKED, HALF, 0,
+                                      START)  # fmt: skip
     far, far_factor = _weights(s_far, lse_s.index(stage).slice(HALF, HALF), place, lengths, left, right, scale, softcap,
-                               HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKED, HALF, 1)  # fmt: skip
+                               HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKED, HALF, 1, START)  # fmt: skip
     if NEED_DV:
         far16 = unpack(pack(far, dtype, HALF), dtype, v_layout, HALF)
         dv_token = warpgroup_mma(far16, do.slice(HALF, HALF, 0), dv_token, is_async=True)
     if NEED_DS:
         far_pairs = _score_gradients(far, dp_far, far_factor, delta_s.index(stage).slice(HALF, HALF), place, lengths,
-                                     left, right, dtype, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKED, HALF, 1)  # fmt: skip
+                                     left, right, dtype, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKED, HALF, 1,
+                                     START)  # fmt: skip
     if NEED_DQ:
         half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
         near_ds = unpack(near_pairs, dtype, half_layout, HALF)
@@ -156,8 +163,16 @@ def _by_row(values, HALF: gl.constexpr):
 
 
 @gluon.jit
+def _start(values, layout: gl.constexpr, BLOCK_M: gl.constexpr):
+    """What an accumulator of 64 keys starts at: the same for all of them."""
+    start, _zeros = gl.broadcast(_by_row(values, BLOCK_M), gl.zeros([64, BLOCK_M], gl.float32, layout))
+    return start
+
+
+@gluon.jit
 def _weights(s, lse, place, lengths, left, right, scale, softcap, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-             SOFTCAP: gl.constexpr, MASKED: gl.constexpr, HALF: gl.constexpr, NTH: gl.constexpr):  # fmt: skip
+             SOFTCAP: gl.constexpr, MASKED: gl.constexpr, HALF: gl.constexpr, NTH: gl.constexpr,
+             START: gl.constexpr):  # fmt: skip
     """exp(s - lse) of half a block, and what softcap multiplies gradients by."""
     start_m, key = place
     used_q, used_k = lengths[0], lengths[1]
@@ -166,6 +181,8 @@ def _weights(s, lse, place, lengths, left, right, scale, softcap, HAS_LEFT: gl.c
         s = score(s, scale, softcap, True, False)
         factor = softcap_gradient(s, softcap)
         s = s - _by_row(lse, HALF)
+    elif START:
+        s = s * scale
     else:
         s = s * scale - _by_row(lse, HALF)
     if MASKED:
@@ -177,11 +194,11 @@ def _weights(s, lse, place, lengths, left, right, scale, softcap, HAS_LEFT: gl.c
 @gluon.jit
 def _score_gradients(p, dp, factor, delta, place, lengths, left, right, dtype: gl.constexpr, HAS_LEFT: gl.constexpr,
                      HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, MASKED: gl.constexpr, HALF: gl.constexpr,
-                     NTH: gl.constexpr):  # fmt: skip
+                     NTH: gl.constexpr, START: gl.constexpr):  # fmt: skip
     """dS of half a block, packed."""
     start_m, key = place
     used_q, used_k = lengths[0], lengths[1]
-    ds = p * (dp - _by_row(delta, HALF))
+    ds = p * (dp if START else dp - _by_row(delta, HALF))
     if SOFTCAP:
         ds = ds * factor
     if MASKED:
@@ -223,9 +240,24 @@ def _issue_dq(ds_s, k_tile, n, WG: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D:
 
 
 @gluon.jit
-def _add_dq(block, dq, WG: gl.constexpr):
-    """Add this warpgroup's half of dQ to its place in a block of the sum, in the order in which threads hold it, by
-    fours (preprocess.py)."""
+def _add_dq(sums, where, dq, WG: gl.constexpr, BULK: gl.constexpr):
+    """Add this warpgroup's half of dQ to its place in the sum."""
+    dq_sum, dq_s = sums
+    WIDTH: gl.constexpr = dq.shape[1]
+    if BULK:
+        batch_row, row, h = where
+        staged = dq_s.index(WG)
+        tma.store_wait(0)
+        staged.reshape([64, WIDTH]).store(dq)
+        fence_async_shared()
+        tma_add(dq_sum, [batch_row, row, h, WG * WIDTH], staged)
+    else:
+        _add_dq_of_threads(dq_sum + where, dq, WG)
+
+
+@gluon.jit
+def _add_dq_of_threads(block, dq, WG: gl.constexpr):
+    """By fours, in the order in which the threads hold it (preprocess.py)."""
     WIDTH: gl.constexpr = dq.shape[1]
     rows = gl.arange(0, 64, gl.SliceLayout(1, dq.type.layout))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, dq.type.layout))
@@ -243,9 +275,10 @@ def _consumer(
     shared, WG: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, MASKS: gl.constexpr, CLEAR: gl.constexpr, RAGGED: gl.constexpr, SOFTCAP: gl.constexpr,
-    NEED_DQ: gl.constexpr, NEED_DK: gl.constexpr, NEED_DV: gl.constexpr, NAMED: gl.constexpr,
+    NEED_DQ: gl.constexpr, NEED_DK: gl.constexpr, NEED_DV: gl.constexpr, NAMED: gl.constexpr, START: gl.constexpr,
+    BULK: gl.constexpr,
 ):  # fmt: skip
-    outputs, keys, ring, notes, dq_sum, ds_s, ds_full, sizes, left, right, scale, softcap, softmax_scale = shared
+    outputs, keys, ring, notes, sums, ds_s, ds_full, sizes, left, right, scale, softcap, softmax_scale = shared
     dk_tiles, dv_tiles, dk, dv, dk_s, dv_s = outputs
     k_s, v_s, kv_full, kv_empty = keys
     group_size, num_heads_kv, seqlen_q, seqlen_k = sizes
@@ -276,16 +309,20 @@ def _consumer(
                     clear_rows(k_tile, seen_lo - start_n, seen_hi - start_n, BLOCK_N, BLOCK_D)
             # Where dQ of a block goes: by tile of BLOCK_M rows of all sequences, then head.
             first_tile = fact(notes, tiles_before, 9) + first
-            before = gl.to_tensor(0).to(gl.int64)
+            batch_row = fact(notes, tiles_before, 6)
+            q_start = fact(notes, tiles_before, 4) if RAGGED else 0
+            before = _dq_place(batch_row, q_start, first_tile, first, 0, num_heads, 0, BLOCK_M, BLOCK_D, BULK)
             if NEED_DQ:  # the first block, which has none before it
                 block = query_block(0, count, low, high, turn)
                 place = ((first + block) * BLOCK_M, key)
                 dk_i, dv_i = _step(
-                    dk_i, dv_i, k_s, v_s, ring, dq_sum, ds_s, ds_full, it, before, place, lengths, left, right, scale,
+                    dk_i, dv_i, k_s, v_s, ring, sums, ds_s, ds_full, it, before, place, lengths, left, right, scale,
                     softcap, WG, BLOCK_M, BLOCK_N, NST, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKS, CLEAR,
-                    True, NEED_DQ, NEED_DK, NEED_DV, NAMED,
+                    True, NEED_DQ, NEED_DK, NEED_DV, NAMED, START, BULK,
                 )  # fmt: skip
-                before = _dq_place(first_tile + block, num_heads, hk * group_size, BLOCK_M, BLOCK_D)
+                before = _dq_place(
+                    batch_row, q_start, first_tile, first, block, num_heads, hk * group_size, BLOCK_M, BLOCK_D, BULK
+                )
                 it += 1
             for member in range(group_size):
                 done = gl.maximum(1 - member, 0) if NEED_DQ else 0
@@ -295,25 +332,29 @@ def _consumer(
                         block = query_block(n, count, low, high, turn)
                         place = ((first + block) * BLOCK_M, key)
                         dk_i, dv_i = _step(
-                            dk_i, dv_i, k_s, v_s, ring, dq_sum, ds_s, ds_full, it, before, place, lengths, left, right,
+                            dk_i, dv_i, k_s, v_s, ring, sums, ds_s, ds_full, it, before, place, lengths, left, right,
                             scale, softcap, WG, BLOCK_M, BLOCK_N, NST, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, SOFTCAP,
-                            True, CLEAR, False, NEED_DQ, NEED_DK, NEED_DV, NAMED,
+                            True, CLEAR, False, NEED_DQ, NEED_DK, NEED_DV, NAMED, START, BULK,
                         )  # fmt: skip
-                        before = _dq_place(first_tile + block, num_heads, h, BLOCK_M, BLOCK_D)
+                        before = _dq_place(
+                            batch_row, q_start, first_tile, first, block, num_heads, h, BLOCK_M, BLOCK_D, BULK
+                        )
                         it += 1
                 for n in range(gl.maximum(low + high, done), count):
                     dk_i, dv_i = _step(
-                        dk_i, dv_i, k_s, v_s, ring, dq_sum, ds_s, ds_full, it, before, (0, 0), lengths, left, right,
+                        dk_i, dv_i, k_s, v_s, ring, sums, ds_s, ds_full, it, before, (0, 0), lengths, left, right,
                         scale, softcap, WG, BLOCK_M, BLOCK_N, NST, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, SOFTCAP,
-                        False, False, False, NEED_DQ, NEED_DK, NEED_DV, NAMED,
+                        False, False, False, NEED_DQ, NEED_DK, NEED_DV, NAMED, START, BULK,
                     )  # fmt: skip
                     block = query_block(n, count, low, high, turn)
-                    before = _dq_place(first_tile + block, num_heads, h, BLOCK_M, BLOCK_D)
+                    before = _dq_place(
+                        batch_row, q_start, first_tile, first, block, num_heads, h, BLOCK_M, BLOCK_D, BULK
+                    )
                     it += 1
             if NEED_DQ:
                 _await_scores(ds_full, it - 1, WG, NAMED)
                 dq_token = _issue_dq(ds_s, k_s.index(0).reshape([BLOCK_N, BLOCK_D]), it - 1, WG, BLOCK_M, BLOCK_D)
-                _add_dq(dq_sum + before, warpgroup_mma_wait(0, deps=[dq_token]), WG)
+                _add_dq(sums, before, warpgroup_mma_wait(0, deps=[dq_token]), WG, BULK)
             mbarrier.arrive(kv_empty, count=1)
             keys_before += 1
         batch_row = fact(notes, tiles_before, 6)
@@ -324,6 +365,8 @@ def _consumer(
             _store_gradient(dk_i * softmax_scale, dk_tiles, dk, dk_s.index(WG), batch_row, k_start + key, hk,
                             rows_left, num_heads_kv, seqlen_k, HEAD_DIM, RAGGED)  # fmt: skip
         if NEED_DV:
+            if NEED_DQ and BULK:  # in the same place
+                tma.store_wait(0)
             _store_gradient(dv_i, dv_tiles, dv, dv_s.index(WG), batch_row, k_start + key, hk, rows_left, num_heads_kv,
                             seqlen_k, HEAD_DIM_V, RAGGED)  # fmt: skip
         mbarrier.arrive(facts_empty.index(tiles_before & 1), count=1)
@@ -332,8 +375,13 @@ def _consumer(
 
 
 @gluon.jit
-def _dq_place(tile, num_heads, h, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
-    return (tile * num_heads + h).to(gl.int64) * (BLOCK_M * BLOCK_D)
+def _dq_place(batch_row, q_start, first_tile, first, block, num_heads, h, BLOCK_M: gl.constexpr,
+              BLOCK_D: gl.constexpr, BULK: gl.constexpr):  # fmt: skip
+    """Where dQ of a block of rows goes."""
+    if BULK:
+        return batch_row, q_start + (first + block) * BLOCK_M, h
+    else:
+        return ((first_tile + block) * num_heads + h).to(gl.int64) * (BLOCK_M * BLOCK_D)
 
 
 @gluon.jit
@@ -367,11 +415,12 @@ def _attn_bwd_kernel(
     softmax_scale, softcap,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, MASKS: gl.constexpr, CLEAR: gl.constexpr, SOFTCAP: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, NAMED: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, NAMED: gl.constexpr, START: gl.constexpr,
+    BULK: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), dout (B, Sq, H, Dv), dk_tiles and dv_tiles as TMA
-    descriptors, as are lse2 and delta. Packed: B = 1. Those two and dq_sum, fp32, are in the orders of preprocess.py.
+    descriptors, as are lse2 and delta. Packed: B = 1. Those two and dq_sum, fp32, are in the orders of preprocess.py;
+    with BULK dq_sum is as q, and a TMA descriptor.
     Without dq_sum, dk or dv that gradient is left out."""
     RAGGED: gl.constexpr = cu_seqlens_q is not None or seqused_q is not None or seqused_k is not None
     NEED_DQ: gl.constexpr = dq_sum is not None
@@ -389,8 +438,20 @@ def _attn_bwd_kernel(
         ds_s = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], ds_layout)
     else:
         ds_s = lse_s
-    dk_s = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, BLOCK_D], dk_tiles.layout) if NEED_DK else lse_s
-    dv_s = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, BLOCK_DV], dv_tiles.layout) if NEED_DV else lse_s
+    dq_s, dk_s, dv_s = lse_s, lse_s, lse_s
+    IN_TURN: gl.constexpr = NEED_DQ and BULK  # there is no shared memory for more
+    if IN_TURN:
+        dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 64, 1, BLOCK_D // 2], dq_sum.layout)
+    if NEED_DK:
+        if IN_TURN:
+            dk_s = reinterpret(dq_s, dtype, [2, 1, 64, 1, BLOCK_D], dk_tiles.layout)
+        else:
+            dk_s = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, BLOCK_D], dk_tiles.layout)
+    if NEED_DV:
+        if IN_TURN and BLOCK_DV <= BLOCK_D:
+            dv_s = reinterpret(dq_s, dtype, [2, 1, 64, 1, BLOCK_DV], dv_tiles.layout)
+        else:
+            dv_s = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, BLOCK_DV], dv_tiles.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
@@ -423,14 +484,15 @@ def _attn_bwd_kernel(
     ring = (q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty)
     notes = (facts, facts_full, facts_empty)
     sides = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    sums = (dq_sum, dq_s)
     sizes = (group_size, num_heads // group_size, seqlen_q, seqlen_k)
-    shared = (outputs, keys, ring, notes, dq_sum, ds_s, ds_full, sizes, left, right, scale, softcap, softmax_scale)
+    shared = (outputs, keys, ring, notes, sums, ds_s, ds_full, sizes, left, right, scale, softcap, softmax_scale)
     gl.warp_specialize(
         [
             (_consumer, (shared, 0, BLOCK_M, BLOCK_N, NST, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                         MASKS, CLEAR, RAGGED, SOFTCAP, NEED_DQ, NEED_DK, NEED_DV, NAMED)),
+                         MASKS, CLEAR, RAGGED, SOFTCAP, NEED_DQ, NEED_DK, NEED_DV, NAMED, START, BULK)),
             (_consumer, (shared, 1, BLOCK_M, BLOCK_N, NST, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                         MASKS, CLEAR, RAGGED, SOFTCAP, NEED_DQ, NEED_DK, NEED_DV, NAMED)),
+                         MASKS, CLEAR, RAGGED, SOFTCAP, NEED_DQ, NEED_DK, NEED_DV, NAMED, START, BULK)),
             (query_producer, (q, k, v, dout, lse2, delta, keys, ring, notes, counter, sides, batch, num_heads,
                               group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right, BLOCK_M, BLOCK_N,
                               NST, NAMED)),

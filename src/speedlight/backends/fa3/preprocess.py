@@ -23,13 +23,14 @@ def _attn_bwd_preprocess_kernel(
     out, dout, lse, dlse, lse2, delta, cu_seqlens_q,
     stride_dob, stride_dom, stride_doh, stride_dlb, stride_dlh, stride_dlm,
     batch, num_heads, seqlen_q,
-    HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr,
+    softmax_scale,
+    HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(out * dout) - dlse, and lse in log2 units, for one tile of rows and one head.
 
     Rows past the sequence, and rows that see nothing, get lse2 = inf, so that their weights are 0, and delta 0. Row
     16 a + 8 b + 2 c + d of a tile is at 16 a + 4 c + 2 b + d, so that a thread of the backward kernel finds its rows
-    together."""
+    together. With START they are what S (before the scale) and dP start at: -lse / softmax_scale and -delta."""
     pid = tl.program_id(0)
     h = pid % num_heads
     b, first, rows = _locate_rows(pid // num_heads, cu_seqlens_q, batch, seqlen_q, BLOCK_M)
@@ -50,16 +51,19 @@ def _attn_bwd_preprocess_kernel(
     lse_i = tl.load(lse + (b * num_heads + h) * seqlen_q + m, mask=inside, other=float("-inf"))
     empty = lse_i == float("-inf")
     to = tl.cast(pid, tl.int64) * BLOCK_M + i // 16 * 16 + i % 8 // 2 * 4 + i // 8 % 2 * 2 + i % 2
-    tl.store(lse2 + to, tl.where(empty, float("inf"), lse_i * LOG2_E))
-    tl.store(delta + to, tl.where(empty, 0.0, delta_i))
+    lse_i = tl.where(empty, float("inf"), lse_i)
+    tl.store(lse2 + to, lse_i / -softmax_scale if START else lse_i * LOG2_E)
+    delta_i = tl.where(empty, 0.0, delta_i)
+    tl.store(delta + to, -delta_i if START else delta_i)
 
 
 @triton.jit(do_not_specialize=["batch", "num_heads", "seqlen_q"])
 def _attn_bwd_convert_kernel(
     dq_sum, dq, cu_seqlens_q, batch, num_heads, seqlen_q, softmax_scale,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
-    """dq = softmax_scale * dq_sum for one tile of rows and one head. dq is contiguous. A tile of dq_sum is in two
+    """dq = softmax_scale * dq_sum for one tile of rows and one head. dq is contiguous. If the copy engine has added,
+    dq_sum is as dq. If the threads of the backward kernel have, a tile of it is in two
     halves (of 64 rows the columns, of 128 the rows), and each as a warpgroup of the backward kernel holds it in
     registers: by column // 8, row // 16, row % 8, column % 8 // 2, row % 16 // 8, column % 2."""
     WIDTH: tl.constexpr = BLOCK_D // 2 if BLOCK_M == 64 else BLOCK_D
@@ -69,9 +73,14 @@ def _attn_bwd_convert_kernel(
     i = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     inside = (i < rows)[:, None] & (d < HEAD_DIM)[None, :]
-    from_row = i // 64 * (64 * WIDTH) + i % 64 // 16 * 128 + i % 8 * 16 + i // 8 % 2 * 2
-    from_column = d // WIDTH * (64 * WIDTH) + d % WIDTH // 8 * 512 + d % 8 // 2 * 4 + d % 2
-    tile = dq_sum + tl.cast(pid, tl.int64) * (BLOCK_M * BLOCK_D)
-    x = tl.load(tile + from_row[:, None] + from_column[None, :], mask=inside)
-    to = (tl.cast(b, tl.int64) * seqlen_q + first + i) * num_heads + h
-    tl.store(dq + to[:, None] * HEAD_DIM + d[None, :], (x * softmax_scale).to(dq.dtype.element_ty), mask=inside)
+    row = (tl.cast(b, tl.int64) * seqlen_q + first + i) * num_heads + h
+    to = row[:, None] * HEAD_DIM + d[None, :]
+    if BULK:
+        place = dq_sum + to
+    else:
+        from_row = i // 64 * (64 * WIDTH) + i % 64 // 16 * 128 + i % 8 * 16 + i // 8 % 2 * 2
+        from_column = d // WIDTH * (64 * WIDTH) + d % WIDTH // 8 * 512 + d % 8 // 2 * 4 + d % 2
+        tile = dq_sum + tl.cast(pid, tl.int64) * (BLOCK_M * BLOCK_D)
+        place = tile + from_row[:, None] + from_column[None, :]
+    x = tl.load(place, mask=inside)
+    tl.store(dq + to, (x * softmax_scale).to(dq.dtype.element_ty), mask=inside)

@@ -42,15 +42,22 @@ class FwdTile:
 @dataclass(frozen=True)
 class BwdTile:
     """``block_m`` query rows by 128 keys, of two warpgroups with 64 each, and ``num_stages`` blocks of Q and dO in
-    shared memory."""
+    shared memory.
+
+    start_at_lse: S starts at -lse and dP at -delta, in the accumulators of their products.
+    bulk_dq: dQ is added by the copy engine, from shared memory; else by the threads that hold it. For 64 rows only.
+    """
 
     block_m: int
     num_stages: int = 2
     block_n: int = 128
+    start_at_lse: bool = False
+    bulk_dq: bool = False
 
     def __post_init__(self) -> None:
         # Hardware barriers are numbered for these.
         assert self.num_stages == 2 and self.block_m in (64, 128), self
+        assert self.block_m == 64 or not self.bulk_dq, self
 
     @property
     def consumer_registers(self) -> int:
@@ -63,7 +70,7 @@ _D64_SHORT = FwdTile(2, 128, 4, pingpong=False, q_in_registers=True)
 _D128 = FwdTile(2, 128, 2)
 _D256 = FwdTile(2, 64, 2, pingpong=False)
 TILES = (_D64, _D64_SHORT, _D128, _D256)
-_BWD_D64, _BWD_D128 = BwdTile(128), BwdTile(64)
+_BWD_D64, _BWD_D128 = BwdTile(128), BwdTile(64, start_at_lse=True, bulk_dq=True)
 SHORT, SHORT_MASKED = 512, 2048  # keys that a row sees
 
 
