@@ -68,18 +68,8 @@ def run(part: Part, folder: Path) -> Result:
     environment["TRITON_CACHE_DIR"] = str(folder / part.name)  # fresh: what is checked is compiled, not read back
     environment["PYTHONPATH"] = str(ROOT / ".triton-versions" / part.triton) if part.triton else ""
     workers = str(min(len(os.sched_getaffinity(0)), 8))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-rfE",
-        "-n",
-        workers,
-        "--dist=worksteal",
-        f"--junitxml={report}",
-        *part.arguments,
-    ]
+    distribution = ("-n", workers, "--dist=worksteal")
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", *distribution, f"--junitxml={report}", *part.arguments]
     print(f"\n=== {part.name}: {' '.join(command[2:])}", flush=True)
     started = time.monotonic()
     code = subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL).returncode
