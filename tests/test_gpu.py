@@ -483,9 +483,10 @@ def test_fa3_passes_from_tile_to_tile(head_dim, options):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("options", [dict(causal=True), dict(window=(300, 0)), dict(window=(150, 200)), {}], ids=str)
-def test_fa3_with_scores_far_above_those_before(head_dim, dtype, options):
-    """Keys whose scores are larger than those of the first block by more than 2^100, or only by 2^20, for single rows
-    or for all. The other sequences keep their bits, and every launch gives the same."""
+def test_fa3_does_tiles_again_whose_first_columns_mislead(head_dim, dtype, options):
+    """Keys whose scores are larger than those of the first block by more than 2^100, or only by 2^20: for single rows,
+    for all, in every tile of a program or in its last. The other sequences keep their bits, and every launch gives the
+    same."""
     q, k, v = _qkv(*[(40, 700, 4, head_dim)] * 3, dtype=dtype)
     calm = speedlight.attention(q, k, v, backend="fa3", **options)
     k[1, 3] *= 60
@@ -527,7 +528,7 @@ def test_fa3_windows_whose_last_block_is_not_masked_on_the_right(head_dim):
 
 @pytest.mark.skipif(not _HOPPER, reason="needs Hopper")
 def test_fa3_with_values_near_the_largest_number():
-    """Weights above 1 would leave no room for them."""
+    """Weights of 2^40 beside the first columns' maximum leave no room for them."""
     q, k, v = (torch.zeros(1, 256, 1, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     q[..., 0] = 1
     k[:, :128, :, 0] = 8 * 28

@@ -31,7 +31,10 @@ _NAMES = {
     "query_range": ranges.query_range,
     "full_query_range": ranges.full_query_range,
 }  # fmt: skip
-for _name in ("key_blocks", "hides", "query_blocks", "query_block"):
+for _name in (
+    "key_blocks", "hides", "seen_whole", "masked_blocks", "key_block", "blocks_to_first_max", "query_blocks",
+    "query_block",
+):  # fmt: skip
     _NAMES[_name] = FunctionType(getattr(common, _name).fn.__code__, _NAMES)
 on_integers = SimpleNamespace(**_NAMES)
 
@@ -95,17 +98,37 @@ def test_a_block_with_a_hidden_pair_is_masked_and_a_visible_pair_is_in_a_block(t
             inside = torch.zeros_like(rows)
             inside[:, first * block_n : (first + count) * block_n] = True
             assert not (rows & ~inside).any(), (seqlen_q, seqlen_k, start_m)
+            has_left = args["HAS_LEFT"]
+            edges = on_integers.masked_blocks(start_m, first, count, *tile_args, has_left, block_m, block_n)
+            order = [on_integers.key_block(n, first, count, *edges, has_left) for n in range(count)]
+            assert sorted(order) == list(range(first, first + count))
+            assert order[:1] == [first + count - 1][:count]  # which the kernel takes for granted
             for row in range(start_m, min(start_m + block_m, seqlen_q), 64):
-                for n in range(count):  # from the last block to the first
-                    start_n = (first + count - 1 - n) * block_n
+                with_maxima = count
+                if args["FIRST_MAX"]:
+                    with_maxima = on_integers.blocks_to_first_max(
+                        row, first, count, seqlen_q, seqlen_k, right, *edges, has_left, block_n
+                    )  # fmt: skip
+                found = torch.zeros_like(visible[row : row + 64, 0])
+                for n, start_n in enumerate(block * block_n for block in order):
                     block = visible[row : row + 64, start_n : start_n + block_n]
-                    masked = args["MASK_FIRST"] if n == 0 else args["MASK_ALL"]
-                    if n == 0 and args["DIAGONAL"]:
-                        near, far = block[:, : block_n // 2], block[:, block_n // 2 :]
-                        assert not far.any() if row == start_m else near.all()
-                    if n > 0:
-                        masked &= on_integers.hides(start_n, row, *tile_args, args["HAS_LEFT"], block_n)
+                    if n == 0:
+                        masked = args["MASK_FIRST"]
+                        # Of a diagonal block the first warpgroup takes the first half, and of that a quarter.
+                        columns = (block_n // 4, block_n // 8)[args["DIAGONAL"] and row == start_m]
+                        found |= block[:, : columns if args["FIRST_MAX"] else block_n].any(1)
+                        if args["DIAGONAL"]:
+                            near, far = block[:, : block_n // 2], block[:, block_n // 2 :]
+                            assert not far.any() if row == start_m else near.all()
+                    elif n < with_maxima:
+                        masked = args["MASK_ALL"] and on_integers.hides(start_n, row, *tile_args, has_left, block_n)
+                        found |= block.any(1)
+                    else:
+                        masked = False
+                        assert block.all() and found.all(), (seqlen_q, seqlen_k, row, start_n)
                     assert masked or block.all(), (seqlen_q, seqlen_k, row, start_n)
+                if args["FIRST_MAX"]:  # every row has a maximum by then that is not that of nothing
+                    assert (found == visible[row : row + 64].any(1)).all(), (seqlen_q, seqlen_k, row)
 
 
 def test_plain_problems_are_not_masked_at_all_and_causal_ones_on_the_diagonal_only():

@@ -189,7 +189,7 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: FwdTile, n
     num_tiles = programs(tiles_of(problem, problem.seqlen_q, tile.block_m) * problem.num_heads)
     causal_like = problem.window_left is not None or problem.window_right is not None
     kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    together = min(max(_L2_BYTES // max(kv_bytes, 1), 8 * parts), problem.batch * problem.num_heads)
+    together = max(1, min(_L2_BYTES // max(kv_bytes, 1), problem.batch * problem.num_heads))
     neighbours = problem.varlen or problem.seqused_k
     ragged = problem.varlen or problem.seqused_q or problem.seqused_k
     aligned = not ragged and (problem.seqlen_k - problem.seqlen_q) % tile.block_n == 0
@@ -207,6 +207,8 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: FwdTile, n
         "MASK_FIRST": causal_like or neighbours or problem.seqlen_k % tile.block_n != 0,
         "MASK_ALL": causal_like and not only_diagonal,
         "DIAGONAL": only_diagonal and tile.block_m == tile.block_n,
+        # A row that sees any key of the first block has to see its first columns.
+        "FIRST_MAX": problem.window_left is None or problem.window_left >= tile.block_n,
         "EMPTY_ROWS": ragged or problem.window_left is not None or _sees_nothing_first(problem),
         "SOFTCAP": problem.softcap > 0,
         "SCALE_FIRST": scale_first(problem),
@@ -217,7 +219,6 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: FwdTile, n
         "O_PARTS": parts,
         "NAMED": NAMED_BARRIERS,
         "QREG": tile.q_in_registers,
-        "AHEAD": int(tile.ahead),
         "CONSUMER_REGISTERS": tile.consumer_registers,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }

@@ -1,7 +1,6 @@
 """Pieces of the FlashAttention-3 kernels: what producer and consumers tell each other, barriers, and a warpgroup's own
 work on 64 rows of scores in registers."""
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
@@ -21,6 +20,39 @@ def key_blocks(start_m, used_q, used_k, left, right, BLOCK_M: gl.constexpr, BLOC
     first = lo // BLOCK_N
     count = gl.where(hi > lo, gl.cdiv(hi, BLOCK_N) - first, 0)
     return first, count
+
+
+@gluon.jit
+def seen_whole(row, first, used_q, used_k, right, BLOCK_N: gl.constexpr):
+    """How many keys every row from the given one on sees if none is hidden on the left, and how many whole blocks."""
+    seen = gl.minimum(gl.maximum(row + used_k - used_q + right + 1, 0), used_k)
+    return seen, gl.maximum(seen // BLOCK_N - first, 0)
+
+
+@gluon.jit
+def masked_blocks(start_m, first, count, used_q, used_k, left, right, HAS_LEFT: gl.constexpr, BLOCK_M: gl.constexpr,
+                  BLOCK_N: gl.constexpr):  # fmt: skip
+    """How many blocks of a tile hold a pair that is hidden on the right, and how many of the others one hidden on the
+    left. The last block, which comes first in any case, counts among the former if there are any of the latter."""
+    _seen, whole = seen_whole(start_m, first, used_q, used_k, right, BLOCK_N)
+    on_the_right = count - gl.minimum(whole, count)
+    on_the_left = 0
+    if HAS_LEFT:
+        on_the_right = gl.maximum(on_the_right, gl.minimum(count, 1))
+        first_seen_by_all = gl.maximum(start_m + BLOCK_M - 1 + used_k - used_q - left, 0)
+        on_the_left = gl.maximum(gl.minimum(gl.cdiv(first_seen_by_all, BLOCK_N) - first, count - on_the_right), 0)
+    return on_the_right, on_the_left
+
+
+@gluon.jit
+def key_block(n, first, count, on_the_right, on_the_left, HAS_LEFT: gl.constexpr):
+    """The n-th block of a tile: from the last one to the first, but those masked on the left right after those masked
+    on the right."""
+    block = first + count - 1 - n
+    if HAS_LEFT:
+        beyond = gl.where(n < on_the_right + on_the_left, first + n - on_the_right, block + on_the_left)
+        block = gl.where(n < on_the_right, block, beyond)
+    return block
 
 
 @gluon.jit
@@ -50,6 +82,46 @@ def query_block(n, count, low, high, turn):
 
 
 @gluon.jit
+def blocks_to_first_max(row, first, count, used_q, used_k, right, on_the_right, on_the_left, HAS_LEFT: gl.constexpr,
+                        BLOCK_N: gl.constexpr):  # fmt: skip
+    """How many blocks of a tile, in its order, hold a pair hidden from one of 64 rows or are needed for each of the
+    rows to see a key."""
+    seen, whole = seen_whole(row, first, used_q, used_k, right, BLOCK_N)
+    masked = on_the_right + on_the_left if HAS_LEFT else count - whole
+    return gl.minimum(gl.where(seen % BLOCK_N == 0, masked + 1, masked), count)
+
+
+@gluon.jit
+def mark_failed(failed, rows, l_sum, o, dtype: gl.constexpr):
+    """Note the rows whose weights got too large beside the maximum of their first block: float16 has no number from
+    2^16 on, and with values that are large themselves o overflows sooner."""
+    LIMIT: gl.constexpr = 2.0**15 if dtype == gl.float16 else 2.0**48
+    finite = gl.convert_layout(gl.sum(o * 0.0, 1), l_sum.type.layout, assert_trivial=True) == 0.0
+    failed.store((rows & ~((l_sum <= LIMIT) & finite)).to(gl.int32))
+
+
+@gluon.jit
+def await_writes():
+    """Until this thread's bulk stores are in memory, not only read from shared memory: the next one may go to the same
+    place."""
+    code: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(code, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def has_failed(notes, n, NWG: gl.constexpr):
+    """Whether tile number n - 2 has a row that failed; forgotten with that."""
+    failed = notes[3]
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    any_row = gl.zeros([64], gl.int32, layout)
+    for w in gl.static_range(NWG):
+        rows = failed.index((n & 1) * NWG + w)
+        any_row = any_row | rows.load(layout)
+        rows.store(gl.zeros([64], gl.int32, layout))
+    return gl.max(any_row, 0) > 0
+
+
+@gluon.jit
 def wait_for_room(notes, n):
     """Until tile number n - 2 is done. There is room for what is said about two tiles."""
     facts_empty = notes[2]
@@ -58,7 +130,8 @@ def wait_for_room(notes, n):
 
 @gluon.jit
 def send(notes, n, more, start, used_q, used_k, q_start, rows, b, h, rows_k, first_tile):
-    """Tell the consumers about tile number n of this program; with more = 0, that there is none."""
+    """Tell the consumers about tile number n of this program. more: 0 there is none, 1 there is, 2 it takes maxima of
+    all blocks."""
     facts, facts_full = notes[0], notes[1]
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     zero = gl.full([1], 0, gl.int32, layout)
@@ -162,6 +235,16 @@ def issue_scores(q, k_s, stage, layout: gl.constexpr, BLOCK_N: gl.constexpr, BLO
 
 
 @gluon.jit
+def hides(start_n, row, used_q, used_k, left, right, HAS_LEFT: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Whether some of 64 rows does not see every key of a block."""
+    position = row + used_k - used_q
+    hides = start_n + BLOCK_N > gl.minimum(position + right + 1, used_k)
+    if HAS_LEFT:
+        hides = hides | (start_n < position + 63 - left)
+    return hides
+
+
+@gluon.jit
 def mask(s, start_n, row, used_q, used_k, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
           BLOCK_N: gl.constexpr):  # fmt: skip
     """-inf where key start_n + j is hidden from row row + i. The columns are split as 8 a + c, where a is an index of
@@ -238,15 +321,24 @@ def join_halves(near, far, layout: gl.constexpr, BLOCK_N: gl.constexpr):
     return gl.convert_layout(s, layout, assert_trivial=True)
 
 
-@triton.constexpr_function
-def _operands(outputs, inputs, kind):
-    return ",".join([f"=&{kind}"] * outputs + [kind] * inputs)
-
-
 @gluon.jit
 def row_max(s, m_i, scale, SCALED: gl.constexpr):
     highest = gl.convert_layout(gl.max(s, 1), m_i.type.layout, assert_trivial=True)
     return gl.maximum(m_i, highest if SCALED else highest * scale)
+
+
+@gluon.jit
+def first_max(s, m_i, scale, whole, SCALED: gl.constexpr, FIRST_MAX: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Row maximum of the first block, or if that will do, of its first columns: a row that sees any key of it sees one
+    of those."""
+    if FIRST_MAX:
+        near, _far = halves(s, BLOCK_N)
+        near, _far = halves(near, BLOCK_N // 2)
+        m_i = row_max(near, m_i, scale, SCALED)
+        if whole:
+            m_i = row_max(s, m_i, scale, SCALED)
+        return m_i
+    return row_max(s, m_i, scale, SCALED)
 
 
 @gluon.jit
@@ -270,25 +362,6 @@ def row_sum(p, BLOCK_N: gl.constexpr):
 @gluon.jit
 def rescaled(o, alpha):
     return o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout)), 1)
-
-
-@triton.constexpr_function
-def _rescale_code(n):
-    """PTX: n numbers times n others, unless none of the first four of these, which hold those of both of a thread's
-    rows, is other than 1 in the whole warp."""
-    code = f"{{ .reg .pred p; setp.neu.f32 p, ${2 * n}, 0f3F800000;"
-    code += "".join([f"setp.neu.or.f32 p, ${2 * n + i}, 0f3F800000, p;" for i in range(1, 4)])
-    code += "vote.sync.any.pred p, p, 0xffffffff;"
-    code += "".join([f"mov.b32 ${i}, ${n + i};" for i in range(n)]) + "@!p bra DONE;"
-    return code + "".join([f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n)]) + "DONE: }"
-
-
-@gluon.jit
-def rescaled_if_changed(o, alpha, N: gl.constexpr):
-    a = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout)), 1)
-    return gl.inline_asm_elementwise(
-        _rescale_code(N), _operands(N, 2 * N, "f"), [o, a], dtype=gl.float32, is_pure=False, pack=N
-    )
 
 
 @gluon.jit

@@ -13,11 +13,18 @@ so that exponentials and matrix products overlap within a warpgroup; PINGPONG le
 Only blocks that hold a hidden pair are masked. As in `fa2`, scores are in log2 units, O is divided by l at the end, and
 a row that sees no key gets out 0 and lse -inf.
 
+Row maxima (FIRST_MAX). m keeps exponentials in range; softmax is the same whatever it is, and P, l and O have floating
+points. So m need not be the maximum of the row: it is that of the masked blocks, or if only the first is masked, of
+that one's first columns, and stays. The other blocks, nearly all of a long row, have no maxima, no wait of every
+exponential for the last score, and no rescaling of O, a third of the instructions. Where m turns out too low, l says
+so: it gets so large that weights or products might overflow. Then the producer sends the tile again, "wary", with a
+running maximum over all blocks and O rescaled. Which way a tile goes depends on its own data only, as its result does.
+
 TMA addresses tensors as (batch, row, head, column); packed sequences are one batch entry. It reads zeros past a tensor,
 but the neighbour's rows past a sequence: their scores are masked, their V rows zeroed in shared memory (0 * NaN is
 NaN), and a tile that ends past its sequence is stored row by row.
 
-Source: Shah et al., "FlashAttention-3" (2024), sections 3.1 and 3.2, algorithms 1 and 2.
+Source: Shah et al., "FlashAttention-3" (2024), sections 3.1 and 3.2, algorithms 1 and 2; the row maxima are our own.
 """
 
 from triton.experimental import gluon
@@ -34,21 +41,27 @@ from ..fa2.common import LN_2, LOG2_E, UNLIMITED, seen_keys
 from .common import (
     FACTS,
     LOWEST,
+    await_writes,
+    blocks_to_first_max,
     clear_rows,
     fact,
+    first_max,
     halves,
+    hides,
     issue_scores,
     join_halves,
+    key_block,
     key_blocks,
     log2,
+    mark_failed,
     mask,
+    masked_blocks,
     pack,
     pass_turn,
     place,
     receive,
     release,
     rescaled,
-    rescaled_if_changed,
     row_max,
     row_sum,
     score,
@@ -63,75 +76,18 @@ from .versions import tma_store
 
 
 @gluon.jit
-def _block(
-    s, m_i, l_i, alpha, o, pairs, q, ring, turn, it, start_n, row, lengths, left, right, scale, softcap, more,
-    s_layout: gl.constexpr, p_layout: gl.constexpr, WG: gl.constexpr, NWG: gl.constexpr, BLOCK_N: gl.constexpr,
-    NST: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    MASKED: gl.constexpr, SOFTCAP: gl.constexpr, SCALE_FIRST: gl.constexpr, PINGPONG: gl.constexpr, NAMED: gl.constexpr,
-    AHEAD: gl.constexpr, ISSUE: gl.constexpr,
-):  # fmt: skip
-    """P of a block of keys, and P V of the block before. K of the block whose scores are issued is there, and of the
-    one after it if there are more when this returns."""
-    k_s, v_s, k_full, k_empty, v_full, v_empty = ring
-    used_q, used_k, seen_lo = lengths
-    SCALED: gl.constexpr = SOFTCAP or SCALE_FIRST
-    dtype: gl.constexpr = k_s.dtype
-    stage = it % NST
-    before = (it - 1) % NST
-    issued = it + AHEAD
-    v_tile = v_s.index(before).reshape([BLOCK_N, BLOCK_DV])
-    wait_turn(turn, it, WG, PINGPONG, NAMED)
-    if ISSUE:
-        s_token = issue_scores(q, k_s, issued % NST, s_layout, BLOCK_N, BLOCK_D)
-    mbarrier.wait(v_full.index(before), ((it - 1) // NST) & 1)
-    o = rescaled_if_changed(o, alpha, BLOCK_DV // 2)
-    p16 = unpack(pairs, dtype, p_layout, BLOCK_N)
-    o_token = warpgroup_mma(p16, v_tile, o, is_async=True)
-    if PINGPONG:
-        pass_turn(turn, WG, NWG, NAMED)
-    if not AHEAD:
-        s = warpgroup_mma_wait(1, deps=[s_token])
-        release(k_empty, stage, 5, NWG, NAMED)
-    s = score(s, scale, softcap, SOFTCAP, SCALE_FIRST)
-    if MASKED:
-        s = mask(s, start_n, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N)
-    elif HAS_LEFT:
-        if start_n < row + used_k - used_q + 63 - left:
-            s = mask(s, start_n, row, used_q, used_k, left, right, True, HAS_RIGHT, BLOCK_N)
-    m_new = row_max(s, m_i, scale, SCALED)
-    alpha = gl.exp2(m_i - m_new)
-    p = weights(s, m_new, scale, SCALED)
-    l_i = l_i * gl.convert_layout(gl.expand_dims(alpha, 1), l_i.type.layout) + row_sum(p, BLOCK_N)
-    # Waiting for the next K here ends the basic block. Without that ptxas moves the wait for P V, which must follow the
-    # exponentials, in front of them; p, alpha and l among its operands keep LLVM from it.
-    mbarrier.wait(k_full.index((issued + 1) % NST), ((issued + 1) // NST) & 1, pred=more)
-    if AHEAD and ISSUE:
-        s, o, p16, p, alpha, l_i = warpgroup_mma_wait(0, deps=[s_token, o_token, p16, p, alpha, l_i])
-        release(k_empty, issued % NST, 5, NWG, NAMED)
-    else:
-        o, p16, p, alpha, l_i = warpgroup_mma_wait(0, deps=[o_token, p16, p, alpha, l_i])
-    release(v_empty, before, 12, NWG, NAMED)
-    pairs = pack(p, dtype, BLOCK_N)
-    if HAS_LEFT:
-        if start_n < seen_lo:
-            mbarrier.wait(v_full.index(stage), (it // NST) & 1)
-            clear_rows(v_s.index(stage).reshape([BLOCK_N, BLOCK_DV]), seen_lo - start_n, BLOCK_N, BLOCK_N, BLOCK_DV)
-    return s, m_new, l_i, alpha, o, pairs
-
-
-@gluon.jit
 def _consumer(
     shared, WG: gl.constexpr, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, HEAD_DIM_V: gl.constexpr,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    MASK_FIRST: gl.constexpr, MASK_ALL: gl.constexpr, DIAGONAL: gl.constexpr, EMPTY_ROWS: gl.constexpr,
-    RAGGED: gl.constexpr, SOFTCAP: gl.constexpr, SCALE_FIRST: gl.constexpr,
-    PINGPONG: gl.constexpr, O_PARTS: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr, AHEAD: gl.constexpr,
+    MASK_FIRST: gl.constexpr, MASK_ALL: gl.constexpr, DIAGONAL: gl.constexpr, FIRST_MAX: gl.constexpr,
+    EMPTY_ROWS: gl.constexpr, RAGGED: gl.constexpr, SOFTCAP: gl.constexpr, SCALE_FIRST: gl.constexpr,
+    PINGPONG: gl.constexpr, O_PARTS: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr,
 ):  # fmt: skip
     outputs, queries, ring, notes, turn, num_heads, seqlen_q, seqlen_k, left, right, scale, softcap = shared
     out, lse = outputs[1], outputs[2]
     q_s, q_full, q_empty = queries
     k_s, v_s, k_full, k_empty, v_full, v_empty = ring
-    facts_empty = notes[2]
+    facts_empty, failed = notes[2], notes[3]
     BLOCK_M: gl.constexpr = NWG * 64
     SCALED: gl.constexpr = SOFTCAP or SCALE_FIRST
     dtype: gl.constexpr = q_s.dtype
@@ -145,14 +101,26 @@ def _consumer(
     tiles_before = 0
     queries_before = 0
     while receive(notes, tiles_before) > 0:
+        wary = fact(notes, tiles_before, 0) == 2
         start_m = fact(notes, tiles_before, 1)
         used_q = fact(notes, tiles_before, 2) if RAGGED else seqlen_q
         used_k = fact(notes, tiles_before, 3) if RAGGED else seqlen_k
         row = start_m + WG * 64
         first, count = key_blocks(start_m, used_q, used_k, left, right, BLOCK_M, BLOCK_N)
+        on_the_right, on_the_left = masked_blocks(
+            start_m, first, count, used_q, used_k, left, right, HAS_LEFT, BLOCK_M, BLOCK_N
+        )
         # V rows that no row of the sequence sees must not take part, whatever they hold.
         seen_lo, _seen_hi = seen_keys(used_q, used_k, left, right)
         if count > 0:
+            with_maxima = count
+            if FIRST_MAX:
+                if not wary:
+                    with_maxima = blocks_to_first_max(
+                        row, first, count, used_q, used_k, right, on_the_right, on_the_left, HAS_LEFT, BLOCK_N
+                    )
+            # A maximum that may be too low must stay to the end: rescaling would hide it.
+            whole_max = wary | (with_maxima > 1)
             # The first key block, alone.
             m_i = gl.full([64], LOWEST, gl.float32, row_layout)
             o = gl.zeros([64, BLOCK_DV], gl.float32, o_layout)
@@ -169,15 +137,12 @@ def _consumer(
                 pass_turn(turn, WG, NWG, NAMED)
             s = warpgroup_mma_wait(0, deps=[s_token])
             release(k_empty, stage, 5, NWG, NAMED)
-            if AHEAD:  # if there is no second block, a product of whatever is there, which nobody looks at
-                mbarrier.wait(k_full.index((it + 1) % NST), ((it + 1) // NST) & 1, pred=count > 1)
-                s_token = issue_scores(q, k_s, (it + 1) % NST, s_layout, BLOCK_N, BLOCK_D)
             s = score(s, scale, softcap, SOFTCAP, SCALE_FIRST)
             start_n = (first + count - 1) * BLOCK_N
             if DIAGONAL and WG == 0:  # as many keys as the tile has rows: this warpgroup sees none of the second half
                 near, _far = halves(s, BLOCK_N)
                 near = mask(near, start_n, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N // 2)
-                m_i = row_max(near, m_i, scale, SCALED)
+                m_i = first_max(near, m_i, scale, whole_max, SCALED, FIRST_MAX, BLOCK_N // 2)
                 p = weights(near, m_i, scale, SCALED)
                 p = join_halves(p, gl.zeros_like(p), s_layout, BLOCK_N)
             else:
@@ -188,7 +153,7 @@ def _consumer(
                     s = join_halves(near, far, s_layout, BLOCK_N)
                 elif MASK_FIRST:
                     s = mask(s, start_n, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N)
-                m_i = row_max(s, m_i, scale, SCALED)
+                m_i = first_max(s, m_i, scale, whole_max, SCALED, FIRST_MAX, BLOCK_N)
                 p = weights(s, m_i, scale, SCALED)
             l_i = row_sum(p, BLOCK_N)
             alpha = m_i * 0.0 + 1.0
@@ -199,78 +164,76 @@ def _consumer(
                     v_tile = v_s.index(stage).reshape([BLOCK_N, BLOCK_DV])
                     clear_rows(v_tile, seen_lo - start_n, used_k - start_n, BLOCK_N, BLOCK_DV)
             it += 1
-            mbarrier.wait(k_full.index((it + AHEAD) % NST), ((it + AHEAD) // NST) & 1, pred=count > 1 + AHEAD)
-            if AHEAD:
-                s, pairs, l_i = warpgroup_mma_wait(0, deps=[s_token, pairs, l_i])
-                if count > 1:
-                    release(k_empty, it % NST, 5, NWG, NAMED)
+            mbarrier.wait(k_full.index(it % NST), (it // NST) & 1, pred=count > 1)
 
-            lengths = (used_q, used_k, seen_lo)
-            plain_from = 1
-            if MASK_ALL:  # blocks that a right edge cuts, or the end of the keys
-                whole = gl.maximum(gl.minimum(row + used_k - used_q + right + 1, used_k), 0) // BLOCK_N
-                plain_from = gl.minimum(gl.maximum(first + count - whole, 1), gl.maximum(count - AHEAD, 1))
-                for n in range(1, plain_from):
-                    start_n = (first + count - 1 - n) * BLOCK_N
-                    s, m_i, l_i, alpha, o, pairs = _block(
-                        s, m_i, l_i, alpha, o, pairs, q, ring, turn, it, start_n, row, lengths, left, right, scale, softcap,
-                        n + 1 + AHEAD < count, s_layout, p_layout, WG, NWG, BLOCK_N, NST, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                        True, SOFTCAP, SCALE_FIRST, PINGPONG, NAMED, AHEAD, True,
-                    )  # fmt: skip
-                    it += 1
-            last = count - AHEAD
-            if AHEAD:
-                odd = (last - plain_from) & 1
-                if odd > 0:
-                    n = plain_from
-                    start_n = (first + count - 1 - n) * BLOCK_N
-                    s, m_i, l_i, alpha, o, pairs = _block(
-                        s, m_i, l_i, alpha, o, pairs, q, ring, turn, it, start_n, row, lengths, left, right, scale, softcap,
-                        n + 1 + AHEAD < count, s_layout, p_layout, WG, NWG, BLOCK_N, NST, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                        False, SOFTCAP, SCALE_FIRST, PINGPONG, NAMED, AHEAD, True,
-                    )  # fmt: skip
-                    it += 1
-                for n in range(plain_from + odd, last, 2):
-                    start_n = (first + count - 1 - n) * BLOCK_N
-                    s, m_i, l_i, alpha, o, pairs = _block(
-                        s, m_i, l_i, alpha, o, pairs, q, ring, turn, it, start_n, row, lengths, left, right, scale, softcap,
-                        n + 1 + AHEAD < count, s_layout, p_layout, WG, NWG, BLOCK_N, NST, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                        False, SOFTCAP, SCALE_FIRST, PINGPONG, NAMED, AHEAD, True,
-                    )  # fmt: skip
-                    it += 1
-                    n += 1
-                    start_n = (first + count - 1 - n) * BLOCK_N
-                    s, m_i, l_i, alpha, o, pairs = _block(
-                        s, m_i, l_i, alpha, o, pairs, q, ring, turn, it, start_n, row, lengths, left, right, scale, softcap,
-                        n + 1 + AHEAD < count, s_layout, p_layout, WG, NWG, BLOCK_N, NST, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                        False, SOFTCAP, SCALE_FIRST, PINGPONG, NAMED, AHEAD, True,
-                    )  # fmt: skip
-                    it += 1
-            else:
-                for n in range(plain_from, last):
-                    start_n = (first + count - 1 - n) * BLOCK_N
-                    s, m_i, l_i, alpha, o, pairs = _block(
-                        s, m_i, l_i, alpha, o, pairs, q, ring, turn, it, start_n, row, lengths, left, right, scale, softcap,
-                        n + 1 + AHEAD < count, s_layout, p_layout, WG, NWG, BLOCK_N, NST, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                        False, SOFTCAP, SCALE_FIRST, PINGPONG, NAMED, AHEAD, True,
-                    )  # fmt: skip
-                    it += 1
-            if AHEAD:
-                if count > 1:
-                    n = count - 1
-                    start_n = (first + count - 1 - n) * BLOCK_N
-                    s, m_i, l_i, alpha, o, pairs = _block(
-                        s, m_i, l_i, alpha, o, pairs, q, ring, turn, it, start_n, row, lengths, left, right, scale, softcap,
-                        n + 1 + AHEAD < count, s_layout, p_layout, WG, NWG, BLOCK_N, NST, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                        MASK_ALL, SOFTCAP, SCALE_FIRST, PINGPONG, NAMED, AHEAD, False,
-                    )  # fmt: skip
+            for n in range(1, with_maxima):
+                start_n = key_block(n, first, count, on_the_right, on_the_left, HAS_LEFT) * BLOCK_N
+                stage = it % NST
+                before = (it - 1) % NST
+                v_tile = v_s.index(before).reshape([BLOCK_N, BLOCK_DV])
+                wait_turn(turn, it, WG, PINGPONG, NAMED)
+                s_token = issue_scores(q, k_s, stage, s_layout, BLOCK_N, BLOCK_D)
+                mbarrier.wait(v_full.index(before), ((it - 1) // NST) & 1)
+                # S is on its way. The no-op keeps LLVM from moving the product back to where alpha was made.
+                alpha = gl.inline_asm_elementwise(
+                    "mov.b32 $0, $1;", "=f,f", [alpha], dtype=gl.float32, is_pure=False, pack=1
+                )
+                o = rescaled(o, alpha)
+                p16 = unpack(pairs, dtype, p_layout, BLOCK_N)
+                o_token = warpgroup_mma(p16, v_tile, o, is_async=True)
+                if PINGPONG:
+                    pass_turn(turn, WG, NWG, NAMED)
+                s = warpgroup_mma_wait(1, deps=[s_token])
+                release(k_empty, stage, 5, NWG, NAMED)
+                s = score(s, scale, softcap, SOFTCAP, SCALE_FIRST)
+                if MASK_ALL:
+                    if hides(start_n, row, used_q, used_k, left, right, HAS_LEFT, BLOCK_N):
+                        s = mask(s, start_n, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N)
+                m_new = row_max(s, m_i, scale, SCALED)
+                alpha = gl.exp2(m_i - m_new)
+                p = weights(s, m_new, scale, SCALED)
+                m_i = m_new
+                l_i = l_i * gl.convert_layout(gl.expand_dims(alpha, 1), l_i.type.layout) + row_sum(p, BLOCK_N)
+                # Waiting for the next K here ends the basic block. Without that ptxas moves the wait for P V, which
+                # must follow the exponentials, in front of them; p, alpha and l among its operands keep LLVM from it.
+                mbarrier.wait(k_full.index((it + 1) % NST), ((it + 1) // NST) & 1, pred=n + 1 < count)
+                o, p16, p, alpha, l_i = warpgroup_mma_wait(0, deps=[o_token, p16, p, alpha, l_i])
+                release(v_empty, before, 12, NWG, NAMED)
+                pairs = pack(p, dtype, BLOCK_N)
+                if HAS_LEFT:
+                    if start_n < seen_lo:
+                        mbarrier.wait(v_full.index(stage), (it // NST) & 1)
+                        v_now = v_s.index(stage).reshape([BLOCK_N, BLOCK_DV])
+                        clear_rows(v_now, seen_lo - start_n, BLOCK_N, BLOCK_N, BLOCK_DV)
+                it += 1
+
+            if with_maxima > 1:
+                o = rescaled(o, alpha)
+            if FIRST_MAX:  # and from here on m stays
+                for n in range(with_maxima, count):
+                    stage = it % NST
+                    before = (it - 1) % NST
+                    wait_turn(turn, it, WG, PINGPONG, NAMED)
+                    s_token = issue_scores(q, k_s, stage, s_layout, BLOCK_N, BLOCK_D)
+                    mbarrier.wait(v_full.index(before), ((it - 1) // NST) & 1)
+                    p16 = unpack(pairs, dtype, p_layout, BLOCK_N)
+                    o_token = warpgroup_mma(p16, v_s.index(before).reshape([BLOCK_N, BLOCK_DV]), o, is_async=True)
+                    if PINGPONG:
+                        pass_turn(turn, WG, NWG, NAMED)
+                    s = warpgroup_mma_wait(1, deps=[s_token])
+                    release(k_empty, stage, 5, NWG, NAMED)
+                    p = weights(score(s, scale, softcap, SOFTCAP, SCALE_FIRST), m_i, scale, SCALED)
+                    l_i += row_sum(p, BLOCK_N)
+                    mbarrier.wait(k_full.index((it + 1) % NST), ((it + 1) // NST) & 1, pred=n + 1 < count)
+                    o, p16, p, l_i = warpgroup_mma_wait(0, deps=[o_token, p16, p, l_i])
+                    release(v_empty, before, 12, NWG, NAMED)
+                    pairs = pack(p, dtype, BLOCK_N)
                     it += 1
 
             if not QREG:
                 mbarrier.arrive(q_empty.index(WG), count=1)
             before = (it - 1) % NST
             mbarrier.wait(v_full.index(before), ((it - 1) // NST) & 1)
-            o = rescaled(o, alpha)
             p16 = unpack(pairs, dtype, p_layout, BLOCK_N)
             o_token = warpgroup_mma(p16, v_s.index(before).reshape([BLOCK_N, BLOCK_DV]), o, is_async=True)
             l_sum = gl.convert_layout(gl.sum(l_i, 1), row_layout)
@@ -280,6 +243,10 @@ def _consumer(
             q_start, q_rows, b, h = place(notes, tiles_before, seqlen_q, RAGGED)
             offs_m = row + gl.arange(0, 64, row_layout)
             sees = (l_sum != 0.0) & (offs_m < used_q)
+            if FIRST_MAX:
+                mark_failed(failed.index((tiles_before & 1) * NWG + WG), sees & (not wary), l_sum, o, dtype)
+                if wary:
+                    await_writes()
             o = rescaled(o, gl.where(sees, 1.0 / l_sum, 0.0))
             if EMPTY_ROWS:  # 0 * NaN is NaN
                 o = gl.where(gl.expand_dims(gl.convert_layout(sees, gl.SliceLayout(1, o_layout)), 1), o, 0.0)
@@ -344,9 +311,9 @@ def _attn_fwd_kernel(
     softmax_scale, softcap,
     HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_ALL: gl.constexpr, DIAGONAL: gl.constexpr,
-    EMPTY_ROWS: gl.constexpr, SOFTCAP: gl.constexpr,
+    FIRST_MAX: gl.constexpr, EMPTY_ROWS: gl.constexpr, SOFTCAP: gl.constexpr,
     SCALE_FIRST: gl.constexpr, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, PINGPONG: gl.constexpr,
-    O_PARTS: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr, AHEAD: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    O_PARTS: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv) and out_tiles (B, Sq, H, Dv) as TMA descriptors; out is the
@@ -365,8 +332,12 @@ def _attn_fwd_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [NST, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [NST, 1], mbarrier.MBarrierLayout())
     facts = gl.allocate_shared_memory(gl.int32, [2 * FACTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    failed = gl.allocate_shared_memory(gl.int32, [2 * NWG, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     facts_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     facts_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    none = gl.zeros([64], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    for i in gl.static_range(2 * NWG):
+        failed.index(i).store(none)
     for i in gl.static_range(2):
         mbarrier.init(facts_full.index(i), count=1)
         mbarrier.init(facts_empty.index(i), count=NWG)
@@ -389,7 +360,7 @@ def _attn_fwd_kernel(
     outputs = (out_tiles, out, lse, o_s)
     queries = (q_s, q_full, q_empty)
     ring = (k_s, v_s, k_full, k_empty, v_full, v_empty)
-    notes = (facts, facts_full, facts_empty)
+    notes = (facts, facts_full, facts_empty, failed)
     sides = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     shared = (outputs, queries, ring, notes, turn, num_heads, seqlen_q, seqlen_k, left, right, scale, softcap)
     # Written out, for a list or tuple that is given a name loses its compile-time values.
@@ -397,13 +368,14 @@ def _attn_fwd_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                             MASK_FIRST, MASK_ALL, DIAGONAL, EMPTY_ROWS, RAGGED, SOFTCAP, SCALE_FIRST,
-                             PINGPONG, O_PARTS, NAMED, QREG, AHEAD)),
+                             MASK_FIRST, MASK_ALL, DIAGONAL, FIRST_MAX, EMPTY_ROWS, RAGGED, SOFTCAP, SCALE_FIRST,
+                             PINGPONG, O_PARTS, NAMED, QREG)),
                 (_consumer, (shared, 1, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                             MASK_FIRST, MASK_ALL, DIAGONAL, EMPTY_ROWS, RAGGED, SOFTCAP, SCALE_FIRST,
-                             PINGPONG, O_PARTS, NAMED, QREG, AHEAD)),
+                             MASK_FIRST, MASK_ALL, DIAGONAL, FIRST_MAX, EMPTY_ROWS, RAGGED, SOFTCAP, SCALE_FIRST,
+                             PINGPONG, O_PARTS, NAMED, QREG)),
                 (producer, (q, k, v, queries, ring, notes, counter, sides, batch, num_heads, group_size, seqlen_q,
-                            seqlen_k, num_tiles, heads_together, left, right, NWG, BLOCK_N, NST, NAMED)),
+                            seqlen_k, num_tiles, heads_together, left, right, NWG, BLOCK_N, NST, HAS_LEFT, FIRST_MAX,
+                            NAMED)),
             ],
             [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
@@ -411,16 +383,17 @@ def _attn_fwd_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                             MASK_FIRST, MASK_ALL, DIAGONAL, EMPTY_ROWS, RAGGED, SOFTCAP, SCALE_FIRST,
-                             PINGPONG, O_PARTS, NAMED, QREG, AHEAD)),
+                             MASK_FIRST, MASK_ALL, DIAGONAL, FIRST_MAX, EMPTY_ROWS, RAGGED, SOFTCAP, SCALE_FIRST,
+                             PINGPONG, O_PARTS, NAMED, QREG)),
                 (_consumer, (shared, 1, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                             MASK_FIRST, MASK_ALL, DIAGONAL, EMPTY_ROWS, RAGGED, SOFTCAP, SCALE_FIRST,
-                             PINGPONG, O_PARTS, NAMED, QREG, AHEAD)),
+                             MASK_FIRST, MASK_ALL, DIAGONAL, FIRST_MAX, EMPTY_ROWS, RAGGED, SOFTCAP, SCALE_FIRST,
+                             PINGPONG, O_PARTS, NAMED, QREG)),
                 (_consumer, (shared, 2, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                             MASK_FIRST, MASK_ALL, DIAGONAL, EMPTY_ROWS, RAGGED, SOFTCAP, SCALE_FIRST,
-                             PINGPONG, O_PARTS, NAMED, QREG, AHEAD)),
+                             MASK_FIRST, MASK_ALL, DIAGONAL, FIRST_MAX, EMPTY_ROWS, RAGGED, SOFTCAP, SCALE_FIRST,
+                             PINGPONG, O_PARTS, NAMED, QREG)),
                 (producer, (q, k, v, queries, ring, notes, counter, sides, batch, num_heads, group_size, seqlen_q,
-                            seqlen_k, num_tiles, heads_together, left, right, NWG, BLOCK_N, NST, NAMED)),
+                            seqlen_k, num_tiles, heads_together, left, right, NWG, BLOCK_N, NST, HAS_LEFT, FIRST_MAX,
+                            NAMED)),
             ],
             [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip

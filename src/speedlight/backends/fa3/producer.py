@@ -8,7 +8,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ..fa2.common import locate_tile, other_side, used_length
 from .common import (
     acquire,
+    has_failed,
+    key_block,
     key_blocks,
+    masked_blocks,
     query_block,
     query_blocks,
     send,
@@ -55,7 +58,8 @@ def _fetch_key_block(tensor, ring, full, empty, FIRST: gl.constexpr, n, where, N
 @gluon.jit
 def producer(
     q, k, v, queries, ring, notes, counter, sides, batch, num_heads, group_size, seqlen_q, seqlen_k, num_tiles,
-    heads_together, left, right, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, NAMED: gl.constexpr,
+    heads_together, left, right, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, HAS_LEFT: gl.constexpr,
+    FIRST_MAX: gl.constexpr, NAMED: gl.constexpr,
 ):  # fmt: skip
     q_s, q_full, q_empty = queries
     k_s, v_s, k_full, k_empty, v_full, v_empty = ring
@@ -64,6 +68,9 @@ def producer(
     blocks_before = 0
     tiles_before = 0  # that were sent
     queries_before = 0  # tiles that read Q
+    more = 1
+    sent, sent_before = -1, -1  # the last tiles
+    again = -1  # one that failed for want of maxima
     tile = gl.program_id(0)
     b, h, start_m, q_start, q_rows, used_q, used_k, k_start = _locate(
         tile, sides, batch, num_heads, seqlen_q, seqlen_k, num_tiles, heads_together, BLOCK_M
@@ -72,12 +79,20 @@ def producer(
         batch_row = b if sides[0] is None else 0
         hk = h // group_size
         rows = k_start
-        first, count = 0, 0
+        first, count, on_the_right, on_the_left = 0, 0, 0, 0
         if start_m < q_rows:
             wait_for_room(notes, tiles_before)
-            send(notes, tiles_before, 1, start_m, used_q, used_k, q_start, q_rows, batch_row, h, 0, 0)
+            if FIRST_MAX:
+                if tiles_before >= 2:
+                    if has_failed(notes, tiles_before, NWG):
+                        again = sent_before
+                sent, sent_before = tile, sent
+            send(notes, tiles_before, more, start_m, used_q, used_k, q_start, q_rows, batch_row, h, 0, 0)
             tiles_before += 1
             first, count = key_blocks(start_m, used_q, used_k, left, right, BLOCK_M, BLOCK_N)
+            on_the_right, on_the_left = masked_blocks(
+                start_m, first, count, used_q, used_k, left, right, HAS_LEFT, BLOCK_M, BLOCK_N
+            )
             if count > 0:
                 row = rows + (first + count - 1) * BLOCK_N
                 # The first K before Q, since it has room while the consumers still hold the old Q.
@@ -88,18 +103,35 @@ def producer(
                     tma_load(q, [batch_row, q_start + start_m + w * 64, h, 0], q_full.index(w), q_s.index(w))
                 queries_before += 1
         # Which tile comes next, and where it is, takes more than 1000 clocks: now, while there is work for more.
-        tile = gl.atomic_add(counter, 1, sem="relaxed") + programs
+        if again >= 0:
+            tile, more, again = again, 2, -1
+        else:
+            tile = gl.atomic_add(counter, 1, sem="relaxed") + programs
+            more = 1
         b, h, start_m, q_start, q_rows, used_q, used_k, k_start = _locate(
             tile, sides, batch, num_heads, seqlen_q, seqlen_k, num_tiles, heads_together, BLOCK_M
         )
         for n in range(count):
             blocks_before += 1
-            row = rows + (first + count - 1 - n) * BLOCK_N
             if n + 1 < count:  # room for the next K comes before room for this V
-                where = [batch_row, row - BLOCK_N, hk, 0]
+                row = rows + key_block(n + 1, first, count, on_the_right, on_the_left, HAS_LEFT) * BLOCK_N
+                where = [batch_row, row, hk, 0]
                 _fetch_key_block(k, k_s, k_full, k_empty, 5, blocks_before, where, NWG, NST, NAMED)
+            row = rows + key_block(n, first, count, on_the_right, on_the_left, HAS_LEFT) * BLOCK_N
             where = [batch_row, row, hk, 0]
             _fetch_key_block(v, v_s, v_full, v_empty, 12, blocks_before - 1, where, NWG, NST, NAMED)
+        if FIRST_MAX:
+            if tile >= num_tiles:
+                for i in gl.static_range(2):
+                    if (again < 0) & (tiles_before + i >= 2):
+                        wait_for_room(notes, tiles_before + i)
+                        if has_failed(notes, tiles_before + i, NWG):
+                            again = sent_before if i == 0 else sent
+                if again >= 0:
+                    tile, more, again = again, 2, -1
+                    b, h, start_m, q_start, q_rows, used_q, used_k, k_start = _locate(
+                        tile, sides, batch, num_heads, seqlen_q, seqlen_k, num_tiles, heads_together, BLOCK_M
+                    )
     wait_for_room(notes, tiles_before)
     send(notes, tiles_before, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     if NAMED:  # leave no hardware barrier half full

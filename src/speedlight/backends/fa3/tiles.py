@@ -24,7 +24,6 @@ class FwdTile:
     num_stages: int
     pingpong: bool = True
     q_in_registers: bool = False
-    ahead: bool = False
 
     def __post_init__(self) -> None:
         # One stage waits for itself, and hardware barriers are numbered for four stages and three turns.
@@ -68,11 +67,11 @@ class BwdTile:
 # By measured speed on an H200 (torch 2.11, Triton 3.6.0, 2026-11-30; docs/notes/hopper-forward.md).
 _D64 = FwdTile(3, 128, 4)
 _D64_SHORT = FwdTile(2, 128, 4, pingpong=False, q_in_registers=True)
-_D128 = FwdTile(2, 128, 2, pingpong=False)
+_D128 = FwdTile(2, 128, 2)
 _D256 = FwdTile(2, 64, 2, pingpong=False)
 TILES = (_D64, _D64_SHORT, _D128, _D256)
 _BWD_D64, _BWD_D128 = BwdTile(128), BwdTile(64, start_at_lse=True, bulk_dq=True)
-SHORT, SHORT_MASKED = 512, 4096  # keys that a row sees
+SHORT, SHORT_MASKED = 512, 2048  # keys that a row sees
 
 
 def forward_tile(problem: AttentionProblem) -> FwdTile:
