@@ -1,5 +1,5 @@
 """Corrections to Triton's interpreter (TRITON_INTERPRET=1), without which bf16 kernels cannot be tested on a CPU, and
-what makes it three times as fast.
+what makes it faster.
 
 The interpreter (3.6 to 3.9) keeps bf16 as raw 16-bit integers: ``tl.dot`` multiplies those integers, and a cast from
 fp32 cuts off the low bits instead of rounding to nearest even as GPUs do. Elementwise bf16 arithmetic stays wrong;

@@ -5,6 +5,7 @@ The kernel's own functions run here on Python's integers, against a table of who
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from types import FunctionType, SimpleNamespace
 
@@ -20,7 +21,7 @@ if target.interpreting():
 
 from speedlight.backends import fa3, ranges
 from speedlight.backends.fa3 import common
-from speedlight.backends.fa3.tiles import TILES, forward_tile
+from speedlight.backends.fa3.tiles import TILES, BwdTile, forward_tile
 from speedlight.problem import describe
 
 _NAMES = {
@@ -183,3 +184,19 @@ def test_backward_takes_every_block_of_rows_that_sees_a_key_and_masks_those_with
                     assert not pairs.any(), (seqlen_q, seqlen_k, start_n, block)
                 elif order.index(block) >= low + high:
                     assert pairs.all(), (seqlen_q, seqlen_k, start_n, block)
+
+
+@pytest.mark.parametrize(
+    ("options", "starts"),
+    [({}, True), ({"softmax_scale": -0.1}, True), ({"softmax_scale": 0.0}, False), ({"softmax_scale": 1e-46}, False),
+     ({"softmax_scale": float("inf")}, False), ({"softcap": 5.0}, False)],
+)  # fmt: skip
+def test_scores_start_at_lse_only_where_it_can_be_divided_by_the_scale(options, starts):
+    q = torch.empty(1, 64, 1, 128, dtype=torch.bfloat16, device="meta")
+    problem, _ = describe(q, q, q)
+    problem = dataclasses.replace(problem, **options)
+    sums = {name: torch.empty(64, device="meta") for name in ("lse2", "delta")}
+    tensors = {"q": q, "k": q, "v": q, "dout": q, "dk": q, "dv": q, **sums}
+    tile = BwdTile(64, start_at_lse=True, bulk_dq=True)
+    before, main = fa3.preprocess_launch(problem, tensors, tile), fa3.backward_launch(problem, tensors, tile, 132)
+    assert before.args["START"] == main.args["START"] == starts

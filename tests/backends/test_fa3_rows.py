@@ -56,10 +56,11 @@ def test_lse_delta_and_dq_of_each_row(varlen, head_dim, tile, device):
     block_m, block_d = tile.block_m, block_dim(head_dim)
     tiles = tiles_of(problem, problem.seqlen_q, block_m) * HEADS
     dq_sum = torch.randn(tiles, block_m, block_d, device=device)
-    in_order = torch.empty(tiles, block_m * block_d, device=device)
-    in_order[:, order_of_dq(block_m, block_d).flatten()] = dq_sum.flatten(1)
     if tile.bulk_dq:
         in_order = torch.randn(q.shape, device=device)
+    else:
+        in_order = torch.empty(tiles, block_m * block_d, device=device)
+        in_order[:, order_of_dq(block_m, block_d).flatten()] = dq_sum.flatten(1)
     lse2, delta = torch.full((2, tiles * block_m), math.nan, device=device)
     dq = torch.full_like(q, math.nan)
     tensors = {"out": out, "dout": dout, "lse": lse, "dlse": dlse, "lse2": lse2, "delta": delta, "dq_sum": in_order}

@@ -93,7 +93,7 @@ def backward(
     if unaligned or not _addressable_once(key, problem, (q, k, v, dout)):
         return fa2.backward(problem, inputs, out, lse, dout, dlse, needs)
     device = problem.device
-    # The sums below are by tile of rows, then head.
+    # lse2 and delta are by tile of rows, then head, as is the sum that threads add to.
     blocks = tiles_of(problem, problem.seqlen_q, tile.block_m) * problem.num_heads
     lse2, delta = torch.empty((2, blocks * tile.block_m), dtype=torch.float32, device=device)
     tensors = {

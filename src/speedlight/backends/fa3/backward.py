@@ -307,11 +307,12 @@ def _consumer(
                 if (start_n < seen_lo) | (start_n + BLOCK_N > seen_hi):
                     k_tile = k_s.index(0).reshape([BLOCK_N, BLOCK_D])
                     clear_rows(k_tile, seen_lo - start_n, seen_hi - start_n, BLOCK_N, BLOCK_D)
-            # Where dQ of a block goes: by tile of BLOCK_M rows of all sequences, then head.
-            first_tile = fact(notes, tiles_before, 9) + first
-            batch_row = fact(notes, tiles_before, 6)
-            q_start = fact(notes, tiles_before, 4) if RAGGED else 0
-            before = _dq_place(batch_row, q_start, first_tile, first, 0, num_heads, 0, BLOCK_M, BLOCK_D, BULK)
+            if BULK:
+                q_start = fact(notes, tiles_before, 4) if RAGGED else 0
+                origin = (fact(notes, tiles_before, 6), q_start + first * BLOCK_M)
+            else:
+                origin = fact(notes, tiles_before, 9) + first
+            before = _dq_place(origin, 0, num_heads, 0, BLOCK_M, BLOCK_D, BULK)
             if NEED_DQ:  # the first block, which has none before it
                 block = query_block(0, count, low, high, turn)
                 place = ((first + block) * BLOCK_M, key)
@@ -320,9 +321,7 @@ def _consumer(
                     softcap, WG, BLOCK_M, BLOCK_N, NST, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKS, CLEAR,
                     True, NEED_DQ, NEED_DK, NEED_DV, NAMED, START, BULK,
                 )  # fmt: skip
-                before = _dq_place(
-                    batch_row, q_start, first_tile, first, block, num_heads, hk * group_size, BLOCK_M, BLOCK_D, BULK
-                )
+                before = _dq_place(origin, block, num_heads, hk * group_size, BLOCK_M, BLOCK_D, BULK)
                 it += 1
             for member in range(group_size):
                 done = gl.maximum(1 - member, 0) if NEED_DQ else 0
@@ -336,9 +335,7 @@ def _consumer(
                             scale, softcap, WG, BLOCK_M, BLOCK_N, NST, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, SOFTCAP,
                             True, CLEAR, False, NEED_DQ, NEED_DK, NEED_DV, NAMED, START, BULK,
                         )  # fmt: skip
-                        before = _dq_place(
-                            batch_row, q_start, first_tile, first, block, num_heads, h, BLOCK_M, BLOCK_D, BULK
-                        )
+                        before = _dq_place(origin, block, num_heads, h, BLOCK_M, BLOCK_D, BULK)
                         it += 1
                 for n in range(gl.maximum(low + high, done), count):
                     dk_i, dv_i = _step(
@@ -347,9 +344,7 @@ def _consumer(
                         False, False, False, NEED_DQ, NEED_DK, NEED_DV, NAMED, START, BULK,
                     )  # fmt: skip
                     block = query_block(n, count, low, high, turn)
-                    before = _dq_place(
-                        batch_row, q_start, first_tile, first, block, num_heads, h, BLOCK_M, BLOCK_D, BULK
-                    )
+                    before = _dq_place(origin, block, num_heads, h, BLOCK_M, BLOCK_D, BULK)
                     it += 1
             if NEED_DQ:
                 _await_scores(ds_full, it - 1, WG, NAMED)
@@ -375,13 +370,23 @@ def _consumer(
 
 
 @gluon.jit
-def _dq_place(batch_row, q_start, first_tile, first, block, num_heads, h, BLOCK_M: gl.constexpr,
-              BLOCK_D: gl.constexpr, BULK: gl.constexpr):  # fmt: skip
-    """Where dQ of a block of rows goes."""
+def _dq_place(origin, block, num_heads, h, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, BULK: gl.constexpr):
+    """Where dQ of a block of rows goes. origin: batch entry and row of the first block; without BULK its number among
+    the tiles of BLOCK_M rows of all sequences, by which the sum is ordered, then by head."""
     if BULK:
-        return batch_row, q_start + (first + block) * BLOCK_M, h
+        batch_row, row = origin
+        return batch_row, row + block * BLOCK_M, h
     else:
-        return ((first_tile + block) * num_heads + h).to(gl.int64) * (BLOCK_M * BLOCK_D)
+        return ((origin + block) * num_heads + h).to(gl.int64) * (BLOCK_M * BLOCK_D)
+
+
+@gluon.jit
+def _staging(tiles, dq_s, BLOCK: gl.constexpr, SHARED: gl.constexpr):
+    """Shared memory through which dK or dV of both warpgroups goes: dQ's, or its own."""
+    if SHARED:
+        return reinterpret(dq_s, tiles.dtype, [2, 1, 64, 1, BLOCK], tiles.layout)
+    else:
+        return gl.allocate_shared_memory(tiles.dtype, [2, 1, 64, 1, BLOCK], tiles.layout)
 
 
 @gluon.jit
@@ -443,15 +448,9 @@ def _attn_bwd_kernel(
     if IN_TURN:
         dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 64, 1, BLOCK_D // 2], dq_sum.layout)
     if NEED_DK:
-        if IN_TURN:
-            dk_s = reinterpret(dq_s, dtype, [2, 1, 64, 1, BLOCK_D], dk_tiles.layout)
-        else:
-            dk_s = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, BLOCK_D], dk_tiles.layout)
+        dk_s = _staging(dk_tiles, dq_s, BLOCK_D, IN_TURN)
     if NEED_DV:
-        if IN_TURN and BLOCK_DV <= BLOCK_D:
-            dv_s = reinterpret(dq_s, dtype, [2, 1, 64, 1, BLOCK_DV], dv_tiles.layout)
-        else:
-            dv_s = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, BLOCK_DV], dv_tiles.layout)
+        dv_s = _staging(dv_tiles, dq_s, BLOCK_DV, IN_TURN and BLOCK_DV <= BLOCK_D)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())

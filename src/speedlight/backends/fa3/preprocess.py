@@ -1,4 +1,4 @@
-"""What surrounds the backward kernel: lse and delta in its order before it, dQ from its order after it. Both orders go
+"""What surrounds the backward kernel: lse and delta in its order before it, dQ from its sum after it. Orders go
 by tile of BLOCK_M rows of all sequences (numbered as by fa2.common.locate_tile), then head."""
 
 import triton
@@ -62,10 +62,10 @@ def _attn_bwd_convert_kernel(
     dq_sum, dq, cu_seqlens_q, batch, num_heads, seqlen_q, softmax_scale,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
-    """dq = softmax_scale * dq_sum for one tile of rows and one head. dq is contiguous. If the copy engine has added,
-    dq_sum is as dq. If the threads of the backward kernel have, a tile of it is in two
-    halves (of 64 rows the columns, of 128 the rows), and each as a warpgroup of the backward kernel holds it in
-    registers: by column // 8, row // 16, row % 8, column % 8 // 2, row % 16 // 8, column % 2."""
+    """dq = softmax_scale * dq_sum for one tile of rows and one head. dq is contiguous. With BULK, the copy engine has
+    added, and dq_sum is as dq. Else a tile of it is in two halves (of 64 rows the columns, of 128 the rows), each as a
+    warpgroup of the backward kernel holds it in registers: by column // 8, row // 16, row % 8, column % 8 // 2,
+    row % 16 // 8, column % 2."""
     WIDTH: tl.constexpr = BLOCK_D // 2 if BLOCK_M == 64 else BLOCK_D
     pid = tl.program_id(0)
     h = pid % num_heads
