@@ -32,9 +32,10 @@ from ..layout import (
     unit_of,
 )
 from .backward import _attn_bwd_kernel
+from .backward_dq import _attn_bwd_dq_kernel
 from .forward import _attn_fwd_kernel
 from .preprocess import _attn_bwd_convert_kernel, _attn_bwd_preprocess_kernel
-from .tiles import PRODUCER_REGISTERS, BwdTile, FwdTile, backward_tile, forward_tile
+from .tiles import PRODUCER_REGISTERS, BwdTile, DqTile, FwdTile, backward_tile, dq_apart, dq_tile, forward_tile
 from .versions import NAMED_BARRIERS, unverified
 
 _L2_BYTES = 32 * 2**20  # of K and V that heads handled at once may take
@@ -81,18 +82,19 @@ def backward(
     problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None,
     needs: Needs,
 ) -> Grads:  # fmt: skip
-    tile = backward_tile(problem) if OWN_BACKWARD and not problem.deterministic else None
-    if tile is None or dout is None:
+    if not OWN_BACKWARD or dout is None:
         return fa2.backward(problem, inputs, out, lse, dout, dlse, needs)
     q, k, v = inputs[:3]
     key = (
         "fa3.backward", problem, q.stride(), k.stride(), v.stride(), dout.stride(),
         None if dlse is None else dlse.stride(), needs.q, needs.k, needs.v,
     )  # fmt: skip
-    unaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15
+    # Rows of dq and dk are head_dim long, wherever those of q and k start.
+    unaligned = problem.head_dim % 8 or (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15
     if unaligned or not _addressable_once(key, problem, (q, k, v, dout)):
         return fa2.backward(problem, inputs, out, lse, dout, dlse, needs)
     device = problem.device
+    tile, apart = backward_tile(problem), dq_apart(problem)
     # lse2 and delta are by tile of rows, then head, as is the sum that threads add to.
     blocks = tiles_of(problem, problem.seqlen_q, tile.block_m) * problem.num_heads
     lse2, delta = torch.empty((2, blocks * tile.block_m), dtype=torch.float32, device=device)
@@ -103,8 +105,9 @@ def backward(
     dq = dk = dv = None
     if needs.q:
         tensors["dq"] = dq = new(q)
-        sum_shape = q.shape if tile.bulk_dq else (blocks, tile.block_m, block_dim(problem.head_dim))
-        tensors["dq_sum"] = torch.zeros(sum_shape, dtype=torch.float32, device=device)
+        if not apart:
+            sum_shape = q.shape if tile.bulk_dq else (blocks, tile.block_m, block_dim(problem.head_dim))
+            tensors["dq_sum"] = torch.zeros(sum_shape, dtype=torch.float32, device=device)
     if needs.k:
         tensors["dk"] = dk = new(k)
     if needs.v:
@@ -115,9 +118,20 @@ def backward(
         add_lengths(tensors, inputs)
 
     def build() -> list[Launch]:
-        main = backward_launch(problem, tensors, tile, _num_sms(device))
-        after = [convert_launch(problem, tensors, tile)] if needs.q else []
-        return [preprocess_launch(problem, tensors, tile), main, *after]
+        num_sms = _num_sms(device)
+        launches = [preprocess_launch(problem, tensors, tile)]
+        if tile.apart:
+            for other in ("dk", "dv"):
+                some = {name: t for name, t in tensors.items() if name != other}
+                if {"dk", "dv"} & some.keys():
+                    launches.append(backward_launch(problem, some, tile, num_sms))
+        elif {"dk", "dv", "dq_sum"} & tensors.keys():
+            launches.append(backward_launch(problem, tensors, tile, num_sms))
+        if needs.q and apart:
+            launches.append(dq_launch(problem, tensors, dq_tile(problem), tile.block_m, num_sms))
+        elif needs.q:
+            launches.append(convert_launch(problem, tensors, tile))
+        return launches
 
     launch.run(key, device, tensors, build)
     return Grads(dq, dk, dv)
@@ -188,8 +202,6 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: FwdTile, n
     blocks_q, blocks_kv = (1, 64, 1, block_d), (1, tile.block_n, 1, block_d)
     num_tiles = programs(tiles_of(problem, problem.seqlen_q, tile.block_m) * problem.num_heads)
     causal_like = problem.window_left is not None or problem.window_right is not None
-    kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    together = max(1, min(_L2_BYTES // max(kv_bytes, 1), problem.batch * problem.num_heads))
     neighbours = problem.varlen or problem.seqused_k
     ragged = problem.varlen or problem.seqused_q or problem.seqused_k
     aligned = not ragged and (problem.seqlen_k - problem.seqlen_q) % tile.block_n == 0
@@ -198,7 +210,7 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: FwdTile, n
         **sizes(problem),
         "group_size": problem.group_size,
         "num_tiles": num_tiles,
-        "heads_together": 1 << (together.bit_length() - 1) if causal_like else 1,
+        "heads_together": _heads_together(problem),
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_D": block_d,
         "BLOCK_DV": block_dv,
@@ -232,6 +244,15 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: FwdTile, n
     return Launch(_attn_fwd_kernel, grid, tensors, args, num_warps=4, num_stages=1, descriptors=descriptors)
 
 
+def _heads_together(problem: AttentionProblem) -> int:
+    """Of how many heads tiles of rows take turns where they differ in length, so that the longest come first."""
+    if problem.window_left is None and problem.window_right is None:
+        return 1
+    kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    together = max(1, min(_L2_BYTES // max(kv_bytes, 1), problem.batch * problem.num_heads))
+    return 1 << (together.bit_length() - 1)
+
+
 def preprocess_launch(problem: AttentionProblem, tensors: Tensors, tile: BwdTile) -> Launch:
     unit = unit_of(problem, (tensors["dout"],))
     args = {
@@ -254,6 +275,47 @@ def convert_launch(problem: AttentionProblem, tensors: Tensors, tile: BwdTile) -
         "BULK": tile.bulk_dq,
     }
     return _by_rows(_attn_bwd_convert_kernel, problem, tensors, tile, args)
+
+
+def dq_launch(problem: AttentionProblem, tensors: Tensors, tile: DqTile, rows: int, num_sms: int) -> Launch:
+    """``rows``: of the tiles by which lse and delta are kept."""
+    block_d, block_dv = block_dim(problem.head_dim), block_dim(problem.head_dim_v)
+    num_tiles = programs(tiles_of(problem, problem.seqlen_q, tile.block_m) * problem.num_heads)
+    has_left, has_right = problem.window_left is not None, problem.window_right is not None
+    ragged = problem.varlen or problem.seqused_q or problem.seqused_k
+    args: dict[str, Any] = {
+        **sizes(problem),
+        "group_size": problem.group_size,
+        "num_tiles": num_tiles,
+        "heads_together": _heads_together(problem),
+        "HEAD_DIM": problem.head_dim,
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
+        "HAS_LEFT": has_left,
+        "HAS_RIGHT": has_right,
+        "MASKS": has_left or has_right or ragged or problem.seqlen_k % tile.block_n != 0,
+        "CLEAR": has_left or ragged,
+        "SOFTCAP": problem.softcap > 0,
+        "BLOCK_N": tile.block_n,
+        "NST": tile.num_stages,
+        "NSTV": tile.num_stages_v,
+        "ROWS": rows,
+        "OWN_STAGING": tile.own_staging,
+        "NAMED": NAMED_BARRIERS,
+        "QREG": tile.operands_in_registers,
+        "CONSUMER_REGISTERS": tile.consumer_registers,
+        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+    }
+    blocks_q, blocks_kv = (1, 64, 1, block_d), (1, tile.block_n, 1, block_d)
+    descriptors = {
+        "q": _descriptor(problem, tensors, "q", blocks_q),
+        "k": _descriptor(problem, tensors, "k", blocks_kv),
+        "v": _descriptor(problem, tensors, "v", (*blocks_kv[:3], block_dv)),
+        "dout": _descriptor(problem, tensors, "dout", (*blocks_q[:3], block_dv)),
+        "dq_tiles": _descriptor(problem, tensors, "dq", blocks_q),
+    }
+    grid = (min(num_sms, num_tiles),)
+    return Launch(_attn_bwd_dq_kernel, grid, tensors, args, num_warps=4, num_stages=1, descriptors=descriptors)
 
 
 def _by_rows(kernel: Any, problem: AttentionProblem, tensors: Tensors, tile: BwdTile, args: dict[str, Any]) -> Launch:
@@ -297,11 +359,14 @@ def backward_launch(problem: AttentionProblem, tensors: Tensors, tile: BwdTile, 
         "NST": tile.num_stages,
         "NAMED": NAMED_BARRIERS,
         "START": _starts_at_lse(problem, tile),
+        # Beside K and V there is room for one dO: it is needed for dP alone, and Q for dK as well.
+        "NSTO": 1 if tile.apart and "dk" in tensors else tile.num_stages,
         "BULK": tile.bulk_dq,
+        "APART": tile.apart,
         "CONSUMER_REGISTERS": tile.consumer_registers,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
-    blocks_q, blocks_kv = (1, tile.block_m, 1, block_d), (1, tile.block_n, 1, block_d)
+    blocks_q, blocks_kv = (1, tile.block_m, 1, block_d), (1, 64 if tile.apart else tile.block_n, 1, block_d)
     rows = tuple(tensors["lse2"].shape)
     descriptors = {
         "q": _descriptor(problem, tensors, "q", blocks_q),

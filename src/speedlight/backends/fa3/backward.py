@@ -47,11 +47,12 @@ from .common import (
     receive,
     release,
     score,
-    store_rows,
+    store_tile,
+    store_zeros,
     unpack,
 )
 from .producer import query_producer
-from .versions import reinterpret, tma_add, tma_store
+from .versions import reinterpret, tma_add
 
 # Hardware barriers: 5 and 6 guard Q, 12 and 13 dO; 8 to 11 say, by parity of a block, that dS of a warpgroup is there.
 
@@ -59,10 +60,10 @@ from .versions import reinterpret, tma_add, tma_store
 @gluon.jit
 def _step(
     dk, dv, k_s, v_s, ring, sums, ds_s, ds_full, it, before, place, lengths, left, right, scale, softcap,
-    WG: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    WG: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, NSTO: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     MASKED: gl.constexpr, CLEAR: gl.constexpr, FIRST: gl.constexpr, NEED_DQ: gl.constexpr, NEED_DK: gl.constexpr,
-    NEED_DV: gl.constexpr, NAMED: gl.constexpr, START: gl.constexpr, BULK: gl.constexpr,
+    NEED_DV: gl.constexpr, NAMED: gl.constexpr, START: gl.constexpr, BULK: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     """One block of rows, and dQ of the block before, whose sum is at before, unless FIRST. No product is in flight
     before or after."""
@@ -76,33 +77,39 @@ def _step(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     k_layout: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16]), 2)
     v_layout: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16]), 2)
-    stage = it % NST
-    phase = (it // NST) & 1
+    stage, stage_do = it % NST, it % NSTO
+    phase, phase_do = (it // NST) & 1, (it // NSTO) & 1
     # K and V are where they always are, but ptxas keeps what it knows not to change in registers that are not there.
     always = it >> 30
-    k_tile = k_s.index(always).reshape([BLOCK_N, BLOCK_D])
-    v_tile = v_s.index(always).reshape([BLOCK_N, BLOCK_DV])
+    if APART:
+        k_rows = k_s.index(WG + always).reshape([64, BLOCK_D])
+    else:
+        k_tile = k_s.index(always).reshape([BLOCK_N, BLOCK_D])
+        k_rows = k_tile.slice(WG * 64, 64, 0)
     q = q_s.index(stage).reshape([BLOCK_M, BLOCK_D])
-    do = do_s.index(stage).reshape([BLOCK_M, BLOCK_DV])
+    do = do_s.index(stage_do).reshape([BLOCK_M, BLOCK_DV])
     zeros = gl.zeros([64, BLOCK_M], gl.float32, s_layout)
     if DQ_BEFORE:
         _await_scores(ds_full, it - 1, WG, NAMED)
         dq_token = _issue_dq(ds_s, k_tile, it - 1, WG, BLOCK_M, BLOCK_D)
     mbarrier.wait(q_full.index(stage), phase)
     s_start = _start(lse_s.index(stage), s_layout, BLOCK_M) if START else zeros
-    s_token = warpgroup_mma(k_tile.slice(WG * 64, 64, 0), q.permute((1, 0)), s_start, use_acc=START, is_async=True)
+    s_token = warpgroup_mma(k_rows, q.permute((1, 0)), s_start, use_acc=START, is_async=True)
     if DQ_BEFORE:
         _add_dq(sums, before, warpgroup_mma_wait(1, deps=[dq_token]), WG, BULK)
     if START and FIRST:  # ptxas makes it wait in any case, and says so
         s_token = warpgroup_mma_wait(0, deps=[s_token])
-    mbarrier.wait(do_full.index(stage), phase)
+    mbarrier.wait(do_full.index(stage_do), phase_do)
     if CLEAR:  # hidden scores may come from anything; sums over rows may not
         if (start_m < seeing_lo) | (start_m + BLOCK_M > seeing_hi):
             clear_rows(q, seeing_lo - start_m, seeing_hi - start_m, BLOCK_M, BLOCK_D)
             clear_rows(do, seeing_lo - start_m, seeing_hi - start_m, BLOCK_M, BLOCK_DV)
     if NEED_DS:
-        dp_start = _start(delta_s.index(stage), s_layout, BLOCK_M) if START else zeros
-        v_rows = v_tile.slice(WG * 64, 64, 0)
+        dp_start = _start(delta_s.index(stage_do), s_layout, BLOCK_M) if START else zeros
+        if APART:
+            v_rows = v_s.index(WG + always).reshape([64, BLOCK_DV])
+        else:
+            v_rows = v_s.index(always).reshape([BLOCK_N, BLOCK_DV]).slice(WG * 64, 64, 0)
         dp_token = warpgroup_mma(v_rows, do.permute((1, 0)), dp_start, use_acc=START, is_async=True)
     s = warpgroup_mma_wait(1 if NEED_DS else 0, deps=[s_token])
     # The two halves of the rows one after the other: products of the first beside exponentials of the second.
@@ -113,10 +120,10 @@ def _step(
         near16 = unpack(pack(near, dtype, HALF), dtype, v_layout, HALF)
         dv_token = warpgroup_mma(near16, do.slice(0, HALF, 0), dv, is_async=True)
     if NEED_DS:
-        mbarrier.wait(do_full.index(stage), phase)  # has been; but it keeps ptxas from waiting for dP before exp2
+        mbarrier.wait(do_full.index(stage_do), phase_do)  # has been; but it keeps ptxas from waiting for dP before exp2
         dp, near = warpgroup_mma_wait(1 if NEED_DV else 0, deps=[dp_token, near])
         dp_near, dp_far = halves(dp, BLOCK_M)
-        near_pairs = _score_gradients(near, dp_near, near_factor, delta_s.index(stage).slice(0, HALF), place, lengths,
+        near_pairs = _score_gradients(near, dp_near, near_factor, delta_s.index(stage_do).slice(0, HALF), place, lengths,
                                       left, right, dtype, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKED, HALF, 0,
                                       START)  # fmt: skip
     far, far_factor = _weights(s_far, lse_s.index(stage).slice(HALF, HALF), place, lengths, left, right, scale, softcap,
@@ -125,9 +132,11 @@ def _step(
         far16 = unpack(pack(far, dtype, HALF), dtype, v_layout, HALF)
         dv_token = warpgroup_mma(far16, do.slice(HALF, HALF, 0), dv_token, is_async=True)
     if NEED_DS:
-        far_pairs = _score_gradients(far, dp_far, far_factor, delta_s.index(stage).slice(HALF, HALF), place, lengths,
+        far_pairs = _score_gradients(far, dp_far, far_factor, delta_s.index(stage_do).slice(HALF, HALF), place, lengths,
                                      left, right, dtype, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKED, HALF, 1,
                                      START)  # fmt: skip
+    if not NEED_DV:
+        release(do_empty, stage_do, 12, 2, NAMED)
     if NEED_DQ:
         half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
         near_ds = unpack(near_pairs, dtype, half_layout, HALF)
@@ -142,7 +151,7 @@ def _step(
         dk_token = warpgroup_mma(far_ds16, q.slice(HALF, HALF, 0), dk_token, is_async=True)
     if NEED_DV:
         dv, near16, far16 = warpgroup_mma_wait(2 if NEED_DK else 0, deps=[dv_token, near16, far16])
-    release(do_empty, stage, 12, 2, NAMED)
+        release(do_empty, stage_do, 12, 2, NAMED)
     if NEED_DK:
         dk, near_ds16, far_ds16 = warpgroup_mma_wait(0, deps=[dk_token, near_ds16, far_ds16])
     release(q_empty, stage, 5, 2, NAMED)
@@ -272,11 +281,11 @@ def _add_dq_of_threads(block, dq, WG: gl.constexpr):
 
 @gluon.jit
 def _consumer(
-    shared, WG: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, MASKS: gl.constexpr, CLEAR: gl.constexpr, RAGGED: gl.constexpr, SOFTCAP: gl.constexpr,
-    NEED_DQ: gl.constexpr, NEED_DK: gl.constexpr, NEED_DV: gl.constexpr, NAMED: gl.constexpr, START: gl.constexpr,
-    BULK: gl.constexpr,
+    shared, WG: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, NSTO: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, MASKS: gl.constexpr, CLEAR: gl.constexpr, RAGGED: gl.constexpr,
+    SOFTCAP: gl.constexpr, NEED_DQ: gl.constexpr, NEED_DK: gl.constexpr, NEED_DV: gl.constexpr, NAMED: gl.constexpr,
+    START: gl.constexpr, BULK: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     outputs, keys, ring, notes, sums, ds_s, ds_full, sizes, left, right, scale, softcap, softmax_scale = shared
     dk_tiles, dv_tiles, dk, dv, dk_s, dv_s = outputs
@@ -302,7 +311,7 @@ def _consumer(
         dv_i = gl.zeros([64, BLOCK_DV], gl.float32, dv_layout)
         if count > 0:
             mbarrier.wait(kv_full, keys_before & 1)
-            if CLEAR:
+            if CLEAR and NEED_DQ:
                 seen_lo, seen_hi = seen_keys(used_q, used_k, left, right)
                 if (start_n < seen_lo) | (start_n + BLOCK_N > seen_hi):
                     k_tile = k_s.index(0).reshape([BLOCK_N, BLOCK_D])
@@ -318,8 +327,8 @@ def _consumer(
                 place = ((first + block) * BLOCK_M, key)
                 dk_i, dv_i = _step(
                     dk_i, dv_i, k_s, v_s, ring, sums, ds_s, ds_full, it, before, place, lengths, left, right, scale,
-                    softcap, WG, BLOCK_M, BLOCK_N, NST, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKS, CLEAR,
-                    True, NEED_DQ, NEED_DK, NEED_DV, NAMED, START, BULK,
+                    softcap, WG, BLOCK_M, BLOCK_N, NST, NSTO, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKS,
+                    CLEAR, True, NEED_DQ, NEED_DK, NEED_DV, NAMED, START, BULK, APART,
                 )  # fmt: skip
                 before = _dq_place(origin, block, num_heads, hk * group_size, BLOCK_M, BLOCK_D, BULK)
                 it += 1
@@ -332,16 +341,16 @@ def _consumer(
                         place = ((first + block) * BLOCK_M, key)
                         dk_i, dv_i = _step(
                             dk_i, dv_i, k_s, v_s, ring, sums, ds_s, ds_full, it, before, place, lengths, left, right,
-                            scale, softcap, WG, BLOCK_M, BLOCK_N, NST, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, SOFTCAP,
-                            True, CLEAR, False, NEED_DQ, NEED_DK, NEED_DV, NAMED, START, BULK,
+                            scale, softcap, WG, BLOCK_M, BLOCK_N, NST, NSTO, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
+                            SOFTCAP, True, CLEAR, False, NEED_DQ, NEED_DK, NEED_DV, NAMED, START, BULK, APART,
                         )  # fmt: skip
                         before = _dq_place(origin, block, num_heads, h, BLOCK_M, BLOCK_D, BULK)
                         it += 1
                 for n in range(gl.maximum(low + high, done), count):
                     dk_i, dv_i = _step(
                         dk_i, dv_i, k_s, v_s, ring, sums, ds_s, ds_full, it, before, (0, 0), lengths, left, right,
-                        scale, softcap, WG, BLOCK_M, BLOCK_N, NST, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, SOFTCAP,
-                        False, False, False, NEED_DQ, NEED_DK, NEED_DV, NAMED, START, BULK,
+                        scale, softcap, WG, BLOCK_M, BLOCK_N, NST, NSTO, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
+                        SOFTCAP, False, False, False, NEED_DQ, NEED_DK, NEED_DV, NAMED, START, BULK, APART,
                     )  # fmt: skip
                     block = query_block(n, count, low, high, turn)
                     before = _dq_place(origin, block, num_heads, h, BLOCK_M, BLOCK_D, BULK)
@@ -350,20 +359,28 @@ def _consumer(
                 _await_scores(ds_full, it - 1, WG, NAMED)
                 dq_token = _issue_dq(ds_s, k_s.index(0).reshape([BLOCK_N, BLOCK_D]), it - 1, WG, BLOCK_M, BLOCK_D)
                 _add_dq(sums, before, warpgroup_mma_wait(0, deps=[dq_token]), WG, BULK)
-            mbarrier.arrive(kv_empty, count=1)
+            if not APART:
+                mbarrier.arrive(kv_empty, count=1)
             keys_before += 1
         batch_row = fact(notes, tiles_before, 6)
         k_start = fact(notes, tiles_before, 5) if RAGGED else 0
         rows_left = (fact(notes, tiles_before, 8) if RAGGED else seqlen_k) - key
-        tma.store_wait(0)  # those of the tile before
-        if NEED_DK:
-            _store_gradient(dk_i * softmax_scale, dk_tiles, dk, dk_s.index(WG), batch_row, k_start + key, hk,
-                            rows_left, num_heads_kv, seqlen_k, HEAD_DIM, RAGGED)  # fmt: skip
-        if NEED_DV:
-            if NEED_DQ and BULK:  # in the same place
+        place_of_keys = (batch_row, k_start + key, hk, rows_left, num_heads_kv, seqlen_k)
+        if APART:
+            if count > 0:
+                _store_gradients(dk_i * softmax_scale, dv_i, outputs, place_of_keys, WG, HEAD_DIM, HEAD_DIM_V, RAGGED,
+                                 NEED_DK, NEED_DV, False)  # fmt: skip
                 tma.store_wait(0)
-            _store_gradient(dv_i, dv_tiles, dv, dv_s.index(WG), batch_row, k_start + key, hk, rows_left, num_heads_kv,
-                            seqlen_k, HEAD_DIM_V, RAGGED)  # fmt: skip
+                mbarrier.arrive(kv_empty, count=1)
+            else:  # and in K's place the next tile's may be
+                first_row = (batch_row.to(gl.int64) * seqlen_k + k_start + key) * num_heads_kv + hk
+                if NEED_DK:
+                    store_zeros(dk + first_row * HEAD_DIM, num_heads_kv * HEAD_DIM, rows_left, HEAD_DIM, BLOCK_D)
+                if NEED_DV:
+                    store_zeros(dv + first_row * HEAD_DIM_V, num_heads_kv * HEAD_DIM_V, rows_left, HEAD_DIM_V, BLOCK_DV)
+        else:
+            _store_gradients(dk_i * softmax_scale, dv_i, outputs, place_of_keys, WG, HEAD_DIM, HEAD_DIM_V, RAGGED,
+                             NEED_DK, NEED_DV, NEED_DQ and BULK)  # fmt: skip
         mbarrier.arrive(facts_empty.index(tiles_before & 1), count=1)
         tiles_before += 1
     tma.store_wait(0)
@@ -381,30 +398,31 @@ def _dq_place(origin, block, num_heads, h, BLOCK_M: gl.constexpr, BLOCK_D: gl.co
 
 
 @gluon.jit
+def _store_gradients(
+    dk_i, dv_i, outputs, place_of_keys, WG: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+    RAGGED: gl.constexpr, NEED_DK: gl.constexpr, NEED_DV: gl.constexpr, IN_TURN: gl.constexpr,
+):  # fmt: skip
+    """IN_TURN: both go through the same shared memory."""
+    dk_tiles, dv_tiles, dk, dv, dk_s, dv_s = outputs
+    batch_row, row, hk, rows_left, num_heads_kv, seqlen_k = place_of_keys
+    tma.store_wait(0)  # those of the tile before
+    if NEED_DK:
+        store_tile(dk_i, dk_tiles, dk, dk_s.index(WG), batch_row, row, hk, rows_left, num_heads_kv, seqlen_k, HEAD_DIM,
+                   RAGGED)  # fmt: skip
+    if NEED_DV:
+        if IN_TURN:
+            tma.store_wait(0)
+        store_tile(dv_i, dv_tiles, dv, dv_s.index(WG), batch_row, row, hk, rows_left, num_heads_kv, seqlen_k,
+                   HEAD_DIM_V, RAGGED)  # fmt: skip
+
+
+@gluon.jit
 def _staging(tiles, dq_s, BLOCK: gl.constexpr, SHARED: gl.constexpr):
     """Shared memory through which dK or dV of both warpgroups goes: dQ's, or its own."""
     if SHARED:
         return reinterpret(dq_s, tiles.dtype, [2, 1, 64, 1, BLOCK], tiles.layout)
     else:
         return gl.allocate_shared_memory(tiles.dtype, [2, 1, 64, 1, BLOCK], tiles.layout)
-
-
-@gluon.jit
-def _store_gradient(x, tiles, pointer, place, batch_row, row, hk, rows_left, num_heads_kv, seqlen_k, DIM: gl.constexpr,
-                    RAGGED: gl.constexpr):  # fmt: skip
-    """64 rows of dK or dV, of which rows_left belong to the sequence."""
-    BLOCK: gl.constexpr = x.shape[1]
-    layout: gl.constexpr = x.type.layout
-    place.reshape([64, BLOCK]).store(unpack(pack(x, tiles.dtype, BLOCK), tiles.dtype, layout, BLOCK))
-    fence_async_shared()
-    if RAGGED:
-        if rows_left >= 64:
-            tma_store(tiles, [batch_row, row, hk, 0], place)
-        else:
-            first_row = (batch_row.to(gl.int64) * seqlen_k + row) * num_heads_kv + hk
-            store_rows(pointer + first_row * DIM, place.reshape([64, BLOCK]), num_heads_kv * DIM, rows_left, DIM, BLOCK)
-    else:
-        tma_store(tiles, [batch_row, row, hk, 0], place)
 
 
 @gluon.jit(
@@ -421,7 +439,8 @@ def _attn_bwd_kernel(
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, MASKS: gl.constexpr, CLEAR: gl.constexpr, SOFTCAP: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, NAMED: gl.constexpr, START: gl.constexpr,
-    BULK: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    NSTO: gl.constexpr, BULK: gl.constexpr, APART: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), dout (B, Sq, H, Dv), dk_tiles and dv_tiles as TMA
     descriptors, as are lse2 and delta. Packed: B = 1. Those two and dq_sum, fp32, are in the orders of preprocess.py;
@@ -433,11 +452,14 @@ def _attn_bwd_kernel(
     NEED_DV: gl.constexpr = dv is not None
     dtype: gl.constexpr = q.dtype
     q_s = gl.allocate_shared_memory(dtype, [NST, 1, BLOCK_M, 1, BLOCK_D], q.layout)
-    do_s = gl.allocate_shared_memory(dtype, [NST, 1, BLOCK_M, 1, BLOCK_DV], dout.layout)
-    k_s = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, 1, BLOCK_D], k.layout)
-    v_s = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, 1, BLOCK_DV], v.layout)
+    do_s = gl.allocate_shared_memory(dtype, [NSTO, 1, BLOCK_M, 1, BLOCK_DV], dout.layout)
+    PARTS: gl.constexpr = 2 if APART else 1
+    k_s = gl.allocate_shared_memory(dtype, [PARTS, 1, BLOCK_N // PARTS, 1, BLOCK_D], k.layout)
+    v_s = k_s
+    if NEED_DQ or NEED_DK:
+        v_s = gl.allocate_shared_memory(dtype, [PARTS, 1, BLOCK_N // PARTS, 1, BLOCK_DV], v.layout)
     lse_s = gl.allocate_shared_memory(gl.float32, [NST, BLOCK_M], lse2.layout)
-    delta_s = gl.allocate_shared_memory(gl.float32, [NST, BLOCK_M], delta.layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [NSTO, BLOCK_M], delta.layout)
     if NEED_DQ:
         ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
         ds_s = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], ds_layout)
@@ -448,16 +470,20 @@ def _attn_bwd_kernel(
     if IN_TURN:
         dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 64, 1, BLOCK_D // 2], dq_sum.layout)
     if NEED_DK:
-        dk_s = _staging(dk_tiles, dq_s, BLOCK_D, IN_TURN)
+        dk_s = k_s
+        if not APART:
+            dk_s = _staging(dk_tiles, dq_s, BLOCK_D, IN_TURN)
     if NEED_DV:
-        dv_s = _staging(dv_tiles, dq_s, BLOCK_DV, IN_TURN and BLOCK_DV <= BLOCK_D)
+        dv_s = k_s
+        if not APART or BLOCK_DV != BLOCK_D:
+            dv_s = _staging(dv_tiles, dq_s, BLOCK_DV, IN_TURN and BLOCK_DV <= BLOCK_D)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [NST, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [NST, 1], mbarrier.MBarrierLayout())
-    do_full = gl.allocate_shared_memory(gl.int64, [NST, 1], mbarrier.MBarrierLayout())
-    do_empty = gl.allocate_shared_memory(gl.int64, [NST, 1], mbarrier.MBarrierLayout())
+    do_full = gl.allocate_shared_memory(gl.int64, [NSTO, 1], mbarrier.MBarrierLayout())
+    do_empty = gl.allocate_shared_memory(gl.int64, [NSTO, 1], mbarrier.MBarrierLayout())
     facts = gl.allocate_shared_memory(gl.int32, [2 * FACTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     facts_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     facts_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -470,8 +496,9 @@ def _attn_bwd_kernel(
         mbarrier.init(ds_full.index(i), count=1)
     for i in gl.static_range(NST):
         mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(do_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
+    for i in gl.static_range(NSTO):
+        mbarrier.init(do_full.index(i), count=1)
         mbarrier.init(do_empty.index(i), count=2)
     fence_async_shared()
 
@@ -488,13 +515,15 @@ def _attn_bwd_kernel(
     shared = (outputs, keys, ring, notes, sums, ds_s, ds_full, sizes, left, right, scale, softcap, softmax_scale)
     gl.warp_specialize(
         [
-            (_consumer, (shared, 0, BLOCK_M, BLOCK_N, NST, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                         MASKS, CLEAR, RAGGED, SOFTCAP, NEED_DQ, NEED_DK, NEED_DV, NAMED, START, BULK)),
-            (_consumer, (shared, 1, BLOCK_M, BLOCK_N, NST, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                         MASKS, CLEAR, RAGGED, SOFTCAP, NEED_DQ, NEED_DK, NEED_DV, NAMED, START, BULK)),
+            (_consumer, (shared, 0, BLOCK_M, BLOCK_N, NST, NSTO, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT,
+                         HAS_RIGHT, MASKS, CLEAR, RAGGED, SOFTCAP, NEED_DQ, NEED_DK, NEED_DV, NAMED, START, BULK,
+                         APART)),
+            (_consumer, (shared, 1, BLOCK_M, BLOCK_N, NST, NSTO, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT,
+                         HAS_RIGHT, MASKS, CLEAR, RAGGED, SOFTCAP, NEED_DQ, NEED_DK, NEED_DV, NAMED, START, BULK,
+                         APART)),
             (query_producer, (q, k, v, dout, lse2, delta, keys, ring, notes, counter, sides, batch, num_heads,
                               group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right, BLOCK_M, BLOCK_N,
-                              NST, NAMED)),
+                              NST, NSTO, NEED_DQ or NEED_DK, APART, NAMED)),
         ],
         [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip

@@ -6,11 +6,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 from ..fa2.common import LOG2_E, full_query_range, key_range, query_range, tanh
+from .versions import tma_store
 
 # Room for what the producer tells the consumers about a tile, in shared memory.
 FACTS = gl.constexpr(16)
 # The start of the row maximum, the least finite number: exp2(-inf - m) must not become exp2(-inf + inf).
 LOWEST = gl.constexpr(-3.4028234663852886e38)
+HIDDEN = gl.constexpr(float("-inf"))  # the score of a hidden pair
 
 
 @gluon.jit
@@ -245,9 +247,9 @@ def hides(start_n, row, used_q, used_k, left, right, HAS_LEFT: gl.constexpr, BLO
 
 
 @gluon.jit
-def mask(s, start_n, row, used_q, used_k, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-          BLOCK_N: gl.constexpr):  # fmt: skip
-    """-inf where key start_n + j is hidden from row row + i. The columns are split as 8 a + c, where a is an index of
+def mask(s, hidden: gl.constexpr, start_n, row, used_q, used_k, left, right, HAS_LEFT: gl.constexpr,
+         HAS_RIGHT: gl.constexpr, BLOCK_N: gl.constexpr):  # fmt: skip
+    """hidden where key start_n + j is so from row row + i. The columns are split as 8 a + c, where a is an index of
     registers only: comparisons are with constants, and no column index stays in registers."""
     layout: gl.constexpr = s.type.layout
     s3 = gl.reshape(s, [64, BLOCK_N // 8, 8])
@@ -265,7 +267,7 @@ def mask(s, start_n, row, used_q, used_k, left, right, HAS_LEFT: gl.constexpr, H
         visible = last - c >= a
     if HAS_LEFT:
         visible = visible & (gl.expand_dims(gl.expand_dims(position - left, 1), 2) - c <= a)
-    s3 = gl.where(visible, s3, float("-inf"))
+    s3 = gl.where(visible, s3, hidden)
     return gl.convert_layout(gl.reshape(s3, [64, BLOCK_N]), layout, assert_trivial=True)
 
 
@@ -378,6 +380,24 @@ def unpack(pairs, dtype: gl.constexpr, layout: gl.constexpr, BLOCK_N: gl.constex
     even = pairs.to(gl.int16).to(dtype, bitcast=True)
     odd = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
     return gl.convert_layout(gl.reshape(gl.join(even, odd), [64, BLOCK_N]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def store_tile(x, tiles, pointer, place, batch_row, row, h, rows_left, num_heads, seqlen, DIM: gl.constexpr,
+               RAGGED: gl.constexpr):  # fmt: skip
+    """64 rows of a gradient, of which rows_left belong to the sequence."""
+    BLOCK: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = x.type.layout
+    place.reshape([64, BLOCK]).store(unpack(pack(x, tiles.dtype, BLOCK), tiles.dtype, layout, BLOCK))
+    fence_async_shared()
+    if RAGGED:
+        if rows_left >= 64:
+            tma_store(tiles, [batch_row, row, h, 0], place)
+        else:
+            first_row = (batch_row.to(gl.int64) * seqlen + row) * num_heads + h
+            store_rows(pointer + first_row * DIM, place.reshape([64, BLOCK]), num_heads * DIM, rows_left, DIM, BLOCK)
+    else:
+        tma_store(tiles, [batch_row, row, h, 0], place)
 
 
 @gluon.jit

@@ -40,6 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..fa2.common import LN_2, LOG2_E, UNLIMITED, seen_keys
 from .common import (
     FACTS,
+    HIDDEN,
     LOWEST,
     await_writes,
     blocks_to_first_max,
@@ -85,7 +86,7 @@ def _consumer(
 ):  # fmt: skip
     outputs, queries, ring, notes, turn, num_heads, seqlen_q, seqlen_k, left, right, scale, softcap = shared
     out, lse = outputs[1], outputs[2]
-    q_s, q_full, q_empty = queries
+    q_s, _, q_full, q_empty = queries
     k_s, v_s, k_full, k_empty, v_full, v_empty = ring
     facts_empty, failed = notes[2], notes[3]
     BLOCK_M: gl.constexpr = NWG * 64
@@ -141,7 +142,7 @@ def _consumer(
             start_n = (first + count - 1) * BLOCK_N
             if DIAGONAL and WG == 0:  # as many keys as the tile has rows: this warpgroup sees none of the second half
                 near, _far = halves(s, BLOCK_N)
-                near = mask(near, start_n, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N // 2)
+                near = mask(near, HIDDEN, start_n, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N // 2)
                 m_i = first_max(near, m_i, scale, whole_max, SCALED, FIRST_MAX, BLOCK_N // 2)
                 p = weights(near, m_i, scale, SCALED)
                 p = join_halves(p, gl.zeros_like(p), s_layout, BLOCK_N)
@@ -149,10 +150,10 @@ def _consumer(
                 if DIAGONAL:
                     near, far = halves(s, BLOCK_N)
                     middle = start_n + BLOCK_N // 2
-                    far = mask(far, middle, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N // 2)
+                    far = mask(far, HIDDEN, middle, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N // 2)
                     s = join_halves(near, far, s_layout, BLOCK_N)
                 elif MASK_FIRST:
-                    s = mask(s, start_n, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N)
+                    s = mask(s, HIDDEN, start_n, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N)
                 m_i = first_max(s, m_i, scale, whole_max, SCALED, FIRST_MAX, BLOCK_N)
                 p = weights(s, m_i, scale, SCALED)
             l_i = row_sum(p, BLOCK_N)
@@ -188,7 +189,7 @@ def _consumer(
                 s = score(s, scale, softcap, SOFTCAP, SCALE_FIRST)
                 if MASK_ALL:
                     if hides(start_n, row, used_q, used_k, left, right, HAS_LEFT, BLOCK_N):
-                        s = mask(s, start_n, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N)
+                        s = mask(s, HIDDEN, start_n, row, used_q, used_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N)
                 m_new = row_max(s, m_i, scale, SCALED)
                 alpha = gl.exp2(m_i - m_new)
                 p = weights(s, m_new, scale, SCALED)
@@ -358,7 +359,7 @@ def _attn_fwd_kernel(
     right = window_right if HAS_RIGHT else UNLIMITED
     scale = softmax_scale if SOFTCAP else softmax_scale * LOG2_E
     outputs = (out_tiles, out, lse, o_s)
-    queries = (q_s, q_full, q_empty)
+    queries = (q_s, q_s, q_full, q_empty)
     ring = (k_s, v_s, k_full, k_empty, v_full, v_empty)
     notes = (facts, facts_full, facts_empty, failed)
     sides = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
@@ -373,9 +374,9 @@ def _attn_fwd_kernel(
                 (_consumer, (shared, 1, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
                              MASK_FIRST, MASK_ALL, DIAGONAL, FIRST_MAX, EMPTY_ROWS, RAGGED, SOFTCAP, SCALE_FIRST,
                              PINGPONG, O_PARTS, NAMED, QREG)),
-                (producer, (q, k, v, queries, ring, notes, counter, sides, batch, num_heads, group_size, seqlen_q,
-                            seqlen_k, num_tiles, heads_together, left, right, NWG, BLOCK_N, NST, HAS_LEFT, FIRST_MAX,
-                            NAMED)),
+                (producer, (q, None, k, v, queries, ring, notes, counter, sides, batch, num_heads, group_size, seqlen_q,
+                            seqlen_k, num_tiles, heads_together, left, right, NWG, BLOCK_N, NST, NST, 0, HAS_LEFT,
+                            FIRST_MAX, NAMED)),
             ],
             [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
@@ -391,9 +392,9 @@ def _attn_fwd_kernel(
                 (_consumer, (shared, 2, NWG, BLOCK_N, NST, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
                              MASK_FIRST, MASK_ALL, DIAGONAL, FIRST_MAX, EMPTY_ROWS, RAGGED, SOFTCAP, SCALE_FIRST,
                              PINGPONG, O_PARTS, NAMED, QREG)),
-                (producer, (q, k, v, queries, ring, notes, counter, sides, batch, num_heads, group_size, seqlen_q,
-                            seqlen_k, num_tiles, heads_together, left, right, NWG, BLOCK_N, NST, HAS_LEFT, FIRST_MAX,
-                            NAMED)),
+                (producer, (q, None, k, v, queries, ring, notes, counter, sides, batch, num_heads, group_size, seqlen_q,
+                            seqlen_k, num_tiles, heads_together, left, right, NWG, BLOCK_N, NST, NST, 0, HAS_LEFT,
+                            FIRST_MAX, NAMED)),
             ],
             [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip

@@ -57,11 +57,13 @@ def _fetch_key_block(tensor, ring, full, empty, FIRST: gl.constexpr, n, where, N
 
 @gluon.jit
 def producer(
-    q, k, v, queries, ring, notes, counter, sides, batch, num_heads, group_size, seqlen_q, seqlen_k, num_tiles,
-    heads_together, left, right, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, HAS_LEFT: gl.constexpr,
-    FIRST_MAX: gl.constexpr, NAMED: gl.constexpr,
+    q, dout, k, v, queries, ring, notes, counter, sides, batch, num_heads, group_size, seqlen_q, seqlen_k, num_tiles,
+    heads_together, left, right, NWG: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, NSTV: gl.constexpr,
+    ROWS: gl.constexpr, HAS_LEFT: gl.constexpr, FIRST_MAX: gl.constexpr, NAMED: gl.constexpr,
 ):  # fmt: skip
-    q_s, q_full, q_empty = queries
+    """Of the forward pass, and with dout of dQ by itself: Q (and dO) of a tile once, and K and V block by block. ROWS:
+    of the tiles by which lse and delta are kept (preprocess.py)."""
+    q_s, do_s, q_full, q_empty = queries
     k_s, v_s, k_full, k_empty, v_full, v_empty = ring
     BLOCK_M: gl.constexpr = NWG * 64
     programs = gl.num_programs(0)
@@ -87,7 +89,10 @@ def producer(
                     if has_failed(notes, tiles_before, NWG):
                         again = sent_before
                 sent, sent_before = tile, sent
-            send(notes, tiles_before, more, start_m, used_q, used_k, q_start, q_rows, batch_row, h, 0, 0)
+            first_tile = 0
+            if dout is not None:
+                first_tile = b * gl.cdiv(seqlen_q, ROWS) if sides[0] is None else q_start // ROWS + b
+            send(notes, tiles_before, more, start_m, used_q, used_k, q_start, q_rows, batch_row, h, 0, first_tile)
             tiles_before += 1
             first, count = key_blocks(start_m, used_q, used_k, left, right, BLOCK_M, BLOCK_N)
             on_the_right, on_the_left = masked_blocks(
@@ -98,9 +103,14 @@ def producer(
                 # The first K before Q, since it has room while the consumers still hold the old Q.
                 _fetch_key_block(k, k_s, k_full, k_empty, 5, blocks_before, [batch_row, row, hk, 0], NWG, NST, NAMED)
                 for w in gl.static_range(NWG):
+                    where = [batch_row, q_start + start_m + w * 64, h, 0]
                     mbarrier.wait(q_empty.index(w), (queries_before & 1) ^ 1)
-                    mbarrier.expect(q_full.index(w), q.block_type.nbytes)
-                    tma_load(q, [batch_row, q_start + start_m + w * 64, h, 0], q_full.index(w), q_s.index(w))
+                    if dout is None:
+                        mbarrier.expect(q_full.index(w), q.block_type.nbytes)
+                    else:
+                        mbarrier.expect(q_full.index(w), q.block_type.nbytes + dout.block_type.nbytes)
+                        tma_load(dout, where, q_full.index(w), do_s.index(w))
+                    tma_load(q, where, q_full.index(w), q_s.index(w))
                 queries_before += 1
         # Which tile comes next, and where it is, takes more than 1000 clocks: now, while there is work for more.
         if again >= 0:
@@ -112,14 +122,19 @@ def producer(
             tile, sides, batch, num_heads, seqlen_q, seqlen_k, num_tiles, heads_together, BLOCK_M
         )
         for n in range(count):
-            blocks_before += 1
-            if n + 1 < count:  # room for the next K comes before room for this V
-                row = rows + key_block(n + 1, first, count, on_the_right, on_the_left, HAS_LEFT) * BLOCK_N
-                where = [batch_row, row, hk, 0]
-                _fetch_key_block(k, k_s, k_full, k_empty, 5, blocks_before, where, NWG, NST, NAMED)
             row = rows + key_block(n, first, count, on_the_right, on_the_left, HAS_LEFT) * BLOCK_N
-            where = [batch_row, row, hk, 0]
-            _fetch_key_block(v, v_s, v_full, v_empty, 12, blocks_before - 1, where, NWG, NST, NAMED)
+            next_row = rows + key_block(n + 1, first, count, on_the_right, on_the_left, HAS_LEFT) * BLOCK_N
+            # In the order in which there is room: of the forward pass V is the last to be read, of dQ it is K.
+            if dout is not None:
+                where = [batch_row, row, hk, 0]
+                _fetch_key_block(v, v_s, v_full, v_empty, 12, blocks_before, where, NWG, NSTV, NAMED)
+            if n + 1 < count:
+                where = [batch_row, next_row, hk, 0]
+                _fetch_key_block(k, k_s, k_full, k_empty, 5, blocks_before + 1, where, NWG, NST, NAMED)
+            if dout is None:
+                where = [batch_row, row, hk, 0]
+                _fetch_key_block(v, v_s, v_full, v_empty, 12, blocks_before, where, NWG, NSTV, NAMED)
+            blocks_before += 1
         if FIRST_MAX:
             if tile >= num_tiles:
                 for i in gl.static_range(2):
@@ -138,7 +153,9 @@ def producer(
         for i in gl.static_range(NST):
             if i < blocks_before:
                 acquire(k_empty, NST + i, 5, NWG, NST, NAMED)
-                acquire(v_empty, NST + i, 12, NWG, NST, NAMED)
+        for i in gl.static_range(NSTV):
+            if i < blocks_before:
+                acquire(v_empty, NSTV + i, 12, NWG, NSTV, NAMED)
     _leave(counter, programs)
 
 
@@ -183,9 +200,10 @@ def _locate_keys(tile, sides, batch, num_heads_kv, seqlen_q, seqlen_k, num_tiles
 def query_producer(
     q, k, v, dout, lse2, delta, keys, ring, notes, counter, sides, batch, num_heads, group_size, seqlen_q, seqlen_k,
     num_tiles, heads_together, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr,
-    NAMED: gl.constexpr,
+    NSTO: gl.constexpr, NEED_V: gl.constexpr, APART: gl.constexpr, NAMED: gl.constexpr,
 ):  # fmt: skip
-    """Of the backward pass: K and V of a tile once, and Q, dO, lse and delta block by block."""
+    """Of the backward pass: K and V of a tile once, and Q, dO, lse and delta block by block. APART: K and V by the
+    warpgroups' halves."""
     k_s, v_s, kv_full, kv_empty = keys
     q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty = ring
     programs = gl.num_programs(0)
@@ -210,9 +228,13 @@ def query_producer(
             first, count, low, high, turn = query_blocks(start_n, used_q, used_k, left, right, BLOCK_M, BLOCK_N)
             if count > 0:
                 mbarrier.wait(kv_empty, (keys_before & 1) ^ 1)
-                mbarrier.expect(kv_full, k.block_type.nbytes + v.block_type.nbytes)
-                tma_load(k, [batch_row, k_start + start_n, hk, 0], kv_full, k_s.index(0))
-                tma_load(v, [batch_row, k_start + start_n, hk, 0], kv_full, v_s.index(0))
+                PARTS: gl.constexpr = 2 if APART else 1
+                mbarrier.expect(kv_full, PARTS * (k.block_type.nbytes + (v.block_type.nbytes if NEED_V else 0)))
+                for i in gl.static_range(PARTS):
+                    where = [batch_row, k_start + start_n + i * 64, hk, 0]
+                    tma_load(k, where, kv_full, k_s.index(i))
+                    if NEED_V:
+                        tma_load(v, where, kv_full, v_s.index(i))
                 keys_before += 1
         tile = gl.atomic_add(counter, 1, sem="relaxed") + programs
         b, hk, start_n, q_start, used_q, used_k, k_start, k_rows, first_tile = _locate_keys(
@@ -229,7 +251,8 @@ def query_producer(
                 mbarrier.expect(q_full.index(stage), q.block_type.nbytes + BLOCK_M * 4)
                 tma_load(lse2, [lse_row], q_full.index(stage), lse_s.index(stage))
                 tma_load(q, [batch_row, row + start_m, h, 0], q_full.index(stage), q_s.index(stage))
-                acquire(do_empty, blocks_before, 12, 2, NST, NAMED)
+                stage = blocks_before % NSTO
+                acquire(do_empty, blocks_before, 12, 2, NSTO, NAMED)
                 mbarrier.expect(do_full.index(stage), dout.block_type.nbytes + BLOCK_M * 4)
                 tma_load(delta, [lse_row], do_full.index(stage), delta_s.index(stage))
                 tma_load(dout, [batch_row, row + start_m, h, 0], do_full.index(stage), do_s.index(stage))
@@ -240,5 +263,7 @@ def query_producer(
         for i in gl.static_range(NST):
             if i < blocks_before:
                 acquire(q_empty, NST + i, 5, 2, NST, NAMED)
-                acquire(do_empty, NST + i, 12, 2, NST, NAMED)
+        for i in gl.static_range(NSTO):
+            if i < blocks_before:
+                acquire(do_empty, NSTO + i, 12, 2, NSTO, NAMED)
     _leave(counter, programs)

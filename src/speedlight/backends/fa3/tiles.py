@@ -46,6 +46,7 @@ class BwdTile:
 
     start_at_lse: S starts at -lse and dP at -delta, in the accumulators of their products.
     bulk_dq: dQ is added by the copy engine, from shared memory; else by the threads that hold it. For 64 rows only.
+    apart: dK and dV are made by a launch each, for their columns do not fit in registers together.
     """
 
     block_m: int
@@ -53,11 +54,36 @@ class BwdTile:
     block_n: int = 128
     start_at_lse: bool = False
     bulk_dq: bool = False
+    apart: bool = False
 
     def __post_init__(self) -> None:
         # Hardware barriers are numbered for these.
         assert self.num_stages == 2 and self.block_m in (64, 128), self
         assert self.block_m == 64 or not self.bulk_dq, self
+
+    @property
+    def consumer_registers(self) -> int:
+        return (512 - PRODUCER_REGISTERS) // 2
+
+
+@dataclass(frozen=True)
+class DqTile:
+    """For dQ by itself: 128 query rows, of two warpgroups, by ``block_n`` keys, with ``num_stages`` blocks of K and
+    ``num_stages_v`` of V in shared memory.
+
+    own_staging: dQ goes out through shared memory of its own, not through Q's.
+    operands_in_registers: of Q K^T and dO V^T the first ones.
+    """
+
+    block_n: int
+    num_stages: int
+    num_stages_v: int
+    own_staging: bool = True
+    operands_in_registers: bool = False
+
+    @property
+    def block_m(self) -> int:
+        return 128
 
     @property
     def consumer_registers(self) -> int:
@@ -71,6 +97,8 @@ _D128 = FwdTile(2, 128, 2)
 _D256 = FwdTile(2, 64, 2, pingpong=False)
 TILES = (_D64, _D64_SHORT, _D128, _D256)
 _BWD_D64, _BWD_D128 = BwdTile(128), BwdTile(64, start_at_lse=True, bulk_dq=True)
+_BWD_D128_WITHOUT_DQ, _BWD_D256 = BwdTile(64), BwdTile(64, apart=True)
+_DQ_D64, _DQ_D128, _DQ_D256 = DqTile(128, 2, 2), DqTile(64, 3, 2), DqTile(64, 2, 1, own_staging=False)
 SHORT, SHORT_MASKED = 512, 2048  # keys that a row sees
 
 
@@ -86,7 +114,18 @@ def forward_tile(problem: AttentionProblem) -> FwdTile:
     return _D64_SHORT if keys <= SHORT_MASKED else _D64
 
 
-def backward_tile(problem: AttentionProblem) -> BwdTile | None:
-    """None where there is none: dK and dV of 256 columns do not fit in registers."""
+def dq_apart(problem: AttentionProblem) -> bool:
+    """Whether dQ is made by a kernel of its own, and not added up in memory by that of dK and dV."""
+    return problem.deterministic or max(problem.head_dim, problem.head_dim_v) > 128
+
+
+def backward_tile(problem: AttentionProblem) -> BwdTile:
     dim = block_dim(max(problem.head_dim, problem.head_dim_v))
-    return None if dim > 128 else _BWD_D128 if dim > 64 else _BWD_D64
+    if dim > 64:
+        return _BWD_D256 if dim > 128 else _BWD_D128_WITHOUT_DQ if dq_apart(problem) else _BWD_D128
+    return _BWD_D64
+
+
+def dq_tile(problem: AttentionProblem) -> DqTile:
+    dim = block_dim(max(problem.head_dim, problem.head_dim_v))
+    return _DQ_D64 if dim <= 64 else _DQ_D128 if dim <= 128 else _DQ_D256
