@@ -20,8 +20,9 @@ if target.interpreting():
     pytest.skip("Triton's interpreter does not run Gluon", allow_module_level=True)
 
 from speedlight.backends import fa3, ranges
+from speedlight.backends.contract import Needs
 from speedlight.backends.fa3 import common
-from speedlight.backends.fa3.tiles import TILES, BwdTile, forward_tile
+from speedlight.backends.fa3.tiles import TILES, BwdTile, DqTile, forward_tile
 from speedlight.problem import describe
 
 _NAMES = {
@@ -184,6 +185,51 @@ def test_backward_takes_every_block_of_rows_that_sees_a_key_and_masks_those_with
                     assert not pairs.any(), (seqlen_q, seqlen_k, start_n, block)
                 elif order.index(block) >= low + high:
                     assert pairs.all(), (seqlen_q, seqlen_k, start_n, block)
+
+
+@pytest.mark.parametrize("tile", [DqTile(128, 2, 2), DqTile(64, 3, 2)], ids=lambda tile: f"128x{tile.block_n}")
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_dq_apart_takes_every_block_of_keys_and_masks_those_with_a_hidden_pair(tile, window):
+    for seqlen_q, seqlen_k in LENGTHS:
+        problem, q, k = problem_of(seqlen_q, seqlen_k, window, 64)
+        sums = {name: torch.empty(512, device="meta") for name in ("lse2", "delta")}
+        tensors = {"q": q, "k": k, "v": k, "dout": q, "dq": q, **sums}
+        args = fa3.dq_launch(problem, tensors, tile, 64, 132).args
+        left, right = (ranges.UNLIMITED if w is None else w for w in (problem.window_left, problem.window_right))
+        padded = -(-seqlen_k // tile.block_n) * tile.block_n
+        position, key = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q, torch.arange(padded)[None]
+        visible = (key < seqlen_k) & (key >= position - left) & (key <= position + right)
+        for start_m in range(0, seqlen_q, tile.block_m):
+            tile_args = seqlen_q, seqlen_k, left, right
+            first, count = on_integers.key_blocks(start_m, *tile_args, tile.block_m, tile.block_n)
+            has_left = args["HAS_LEFT"]
+            edges = on_integers.masked_blocks(
+                start_m, first, count, *tile_args, has_left, tile.block_m, tile.block_n
+            )  # fmt: skip
+            order = [on_integers.key_block(n, first, count, *edges, has_left) for n in range(count)]
+            assert sorted(order) == list(range(first, first + count))
+            assert order[:1] == [first + count - 1][:count]  # which the kernel takes for granted
+            rows = visible[start_m : start_m + tile.block_m]
+            for block in range(padded // tile.block_n):
+                pairs = rows[:, block * tile.block_n : (block + 1) * tile.block_n]
+                if block not in order:
+                    assert not pairs.any(), (seqlen_q, seqlen_k, start_m, block)
+                elif not args["MASKS"] or order.index(block) >= max(sum(edges), 1):
+                    assert pairs.all(), (seqlen_q, seqlen_k, start_m, block)
+
+
+@pytest.mark.parametrize("head_dim", [20, 24])
+def test_gradients_of_rows_that_tma_cannot_store_are_left_to_fa2(head_dim, monkeypatch):
+    """q, k and v may be aligned by the strides of what they are views of; dq and dk are not."""
+    q = torch.empty(1, 64, 2, 32, dtype=torch.bfloat16)[..., :head_dim]
+    v = torch.empty(1, 64, 2, 32, dtype=torch.bfloat16)
+    problem, inputs = describe(q, q, v)
+    called = []
+    monkeypatch.setattr(fa3, "OWN_BACKWARD", True)
+    monkeypatch.setattr(fa3, "_counter", lambda device: torch.zeros(2, dtype=torch.int32))
+    monkeypatch.setattr(fa3.launch, "run", lambda key, *rest: called.append(key[0]))
+    fa3.backward(problem, inputs, v, torch.empty(1, 2, 64), v, None, Needs())
+    assert called == ["fa2.backward" if head_dim % 8 else "fa3.backward"]
 
 
 @pytest.mark.parametrize(
