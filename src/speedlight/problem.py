@@ -185,7 +185,7 @@ def describe(
             _PROBLEMS.clear()
         problem = _PROBLEMS.setdefault(key, problem)
 
-    if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
+    if q.stride()[-1] != 1 or k.stride()[-1] != 1 or v.stride()[-1] != 1:  # stride(-1) takes longer
         q, k, v = _unit_stride(q, "q"), _unit_stride(k, "k"), _unit_stride(v, "v")
     if problem.plain:
         return problem, Inputs(q, k, v)
