@@ -259,14 +259,14 @@ def test_a_descriptor_is_encoded_once_for_each_address(tma, monkeypatch):
     x, y = _aligned(4)
     launch_, compiled = tma.build(x=x, y=y)
     prepared = launch.Prepared(launch_, compiled, ORDER)
-    for address in (64, 128, 64):
-        prepared("stream", (16, address, None))
+    for addresses in ((16, 64, None), (16, 128, None), (32, 64, None), (16, 64, None)):
+        prepared("stream", addresses)
     assert [call[0] for call in tma.encoded] == [64, 128]
     assert tma.encoded[0][1:] == (1, 2, 9, [2, 16], [4, 16], [16, 1], 0)  # Triton's number for bf16 is not the driver's
     assert compiled.run.calls == []
     fixed = (2, 1, 1, "stream", "function", False, True, None, None, "metadata", None, None, None)
-    for n, address in enumerate((64, 128, 64)):
-        assert compiled.run.raw[n] == (*fixed, f"map of {address}", 4, 16, 16, 1, 16, None, *REST)
+    for n, (at_y, at_x) in enumerate(((16, 64), (16, 128), (32, 64), (16, 64))):
+        assert compiled.run.raw[n] == (*fixed, f"map of {at_x}", 4, 16, 16, 1, at_y, None, *REST)
 
 
 @pytest.mark.parametrize(("version", "scratch"), [("3.9.0", 0), ("3.6.0", 8)])
@@ -296,6 +296,7 @@ def test_only_so_many_encoded_descriptors_are_kept(tma, monkeypatch):
     for address in (16, 32, 48, 64, 64):
         prepared("stream", (16, address, None))
     assert [len(known) for _, encoder, known in prepared.take.slots if encoder] == [1]
+    assert list(prepared.take.known) == [(16, 64, None)]
     assert [call[0] for call in tma.encoded] == [16, 32, 48, 64]
 
 

@@ -154,14 +154,23 @@ def _encoders(compiled: Any, leading: dict[str, Any]) -> list[Callable[[int], tu
 
 
 class _TensorMaps:
-    """From addresses to a raw launcher's leading arguments."""
+    """From addresses to a raw launcher's leading arguments, which are kept by all addresses together and by each."""
 
     def __init__(self, encoders: list[Callable[[int], tuple[Any, ...]] | None], indices: list[int]):
         self.slots: list[tuple[int, Any, dict[int, tuple[Any, ...]]]] = [
             (index, encoder, {}) for index, encoder in zip(indices, encoders, strict=True)
         ]
+        self.known: dict[Sequence[int | None], list[Any]] = {}
 
     def __call__(self, addresses: Sequence[int | None]) -> list[Any]:
+        flat = self.known.get(addresses)
+        if flat is None:
+            if len(self.known) >= _MAPS_LIMIT:
+                self.known.clear()
+            flat = self.known[addresses] = self._flat(addresses)
+        return flat
+
+    def _flat(self, addresses: Sequence[int | None]) -> list[Any]:
         flat: list[Any] = []
         for index, encoder, known in self.slots:
             address = addresses[index]

@@ -90,7 +90,7 @@ def _requires_grad(x: Inputs) -> bool:
 
 def run_forward(problem: AttentionProblem, backend: Any, inputs: Inputs) -> tuple[Tensor, Tensor]:
     if problem.trivial:
-        out = inputs.q.new_zeros((*inputs.q.shape[:-1], problem.head_dim_v))
+        out = inputs.q.new_zeros(problem.out_shape)
         return out, inputs.q.new_full(problem.lse_shape, float("-inf"), dtype=problem.lse_dtype)
     out, lse = backend.forward(problem, inputs)
     if selfcheck.ENABLED:

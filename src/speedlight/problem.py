@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -102,7 +103,12 @@ class AttentionProblem:
         """1 / P(keep), from the probability that the threshold realises."""
         return DROPOUT_LEVELS / (DROPOUT_LEVELS - self.dropout_threshold)
 
-    @property
+    @cached_property
+    def out_shape(self) -> tuple[int, ...]:
+        rows = (self.seqlen_q,) if self.varlen else (self.batch, self.seqlen_q)
+        return (*rows, self.num_heads, self.head_dim_v)
+
+    @cached_property
     def lse_shape(self) -> tuple[int, ...]:
         if self.varlen:
             return (self.num_heads, self.seqlen_q)
@@ -179,7 +185,7 @@ def describe(
             _PROBLEMS.clear()
         problem = _PROBLEMS.setdefault(key, problem)
 
-    if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
+    if q.stride()[-1] != 1 or k.stride()[-1] != 1 or v.stride()[-1] != 1:  # stride(-1) takes longer
         q, k, v = _unit_stride(q, "q"), _unit_stride(k, "k"), _unit_stride(v, "v")
     if problem.plain:
         return problem, Inputs(q, k, v)

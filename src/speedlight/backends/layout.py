@@ -20,14 +20,13 @@ def pick(tensors: Tensors, *names: str) -> Tensors:
 
 
 def new(like: Tensor) -> Tensor:
-    """Uninitialised and contiguous; in half the host time of new_empty."""
+    """Uninitialised and contiguous; in half the host time of new_empty with a tuple."""
     return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
 def outputs(problem: AttentionProblem, q: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse, to be written."""
-    out = new(q) if problem.head_dim_v == problem.head_dim else q.new_empty((*q.shape[:-1], problem.head_dim_v))
-    return out, q.new_empty(problem.lse_shape, dtype=torch.float32)
+    """out and lse, to be written. Their sizes are not given as tuples, which would take twice the host time."""
+    return q.new_empty(*problem.out_shape), q.new_empty(*problem.lse_shape, dtype=torch.float32)
 
 
 def add_lengths(tensors: Tensors, inputs: Inputs) -> None:

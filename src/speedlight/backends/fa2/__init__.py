@@ -76,14 +76,15 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
     if not problem.plain:
         add_lengths(tensors, inputs)
-    device = problem.device
-
-    def build() -> Launch:
-        tile = forward_tile(problem, target_of(device), vectorised(problem, (q, k, v)))
-        return forward_launch(problem, tensors, tile)
-
-    launch.run(("fa2.forward", problem, q.stride(), k.stride(), v.stride()), device, tensors, build)
+    key = "fa2.forward", problem, q.stride(), k.stride(), v.stride()
+    launch.run(key, problem.device, tensors, lambda: forward_launch_for(problem, tensors))
     return out, lse
+
+
+def forward_launch_for(problem: AttentionProblem, tensors: Tensors) -> Launch:
+    """With the tile for this device and these tensors; for fa3 too, which has the same outputs."""
+    read = tensors["q"], tensors["k"], tensors["v"]
+    return forward_launch(problem, tensors, forward_tile(problem, target_of(problem.device), vectorised(problem, read)))
 
 
 def backward(

@@ -62,9 +62,6 @@ def describe_tile(problem: AttentionProblem, target: Target) -> str:
 
 def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     q, k, v = inputs[:3]
-    key = "fa3.forward", problem, q.stride(), k.stride(), v.stride()
-    if not _addressable_once(key, problem, (q, k, v)) or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
-        return fa2.forward(problem, inputs)
     device = problem.device
     out, lse = outputs(problem, q)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "counter": _counter(device)}
@@ -72,9 +69,11 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         add_lengths(tensors, inputs)
 
     def build() -> Launch:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or not _addressable(problem, (q, k, v)):
+            return fa2.forward_launch_for(problem, tensors)
         return forward_launch(problem, tensors, forward_tile(problem), _num_sms(device))
 
-    launch.run(key, device, tensors, build)
+    launch.run(("fa3.forward", problem, q.stride(), k.stride(), v.stride()), device, tensors, build)
     return out, lse
 
 
@@ -142,7 +141,7 @@ _ADDRESSABLE_LIMIT = 4096
 
 
 def _addressable_once(key: Any, problem: AttentionProblem, tensors: tuple[Tensor, ...]) -> bool:
-    """_addressable, remembered: in the forward it would take a third of a call's host time."""
+    """_addressable, remembered: it takes a good part of a call's host time."""
     addressable = _ADDRESSABLE.get(key)
     if addressable is None:
         if len(_ADDRESSABLE) >= _ADDRESSABLE_LIMIT:
