@@ -63,6 +63,10 @@ def causal(head_dim: int, dtype: torch.dtype) -> Variant:
     return Variant("causal", head_dim, dtype, options=dict(causal=True))
 
 
+def deterministic(head_dim: int, dtype: torch.dtype) -> Variant:
+    return Variant("deterministic", head_dim, dtype, options=dict(causal=True, deterministic=True))
+
+
 def everything(head_dim: int, dtype: torch.dtype) -> Variant:
     """All options at once, and head dimensions that leave part of their blocks empty but rows aligned to 16 bytes."""
     return Variant(

@@ -29,6 +29,7 @@ from lowering import (
     assembler_notes,
     causal,
     compile_code,
+    deterministic,
     everything,
     launches,
     plain,
@@ -47,6 +48,7 @@ MATRIX_INSTRUCTION = {
     "gfx942": "v_mfma",
 }  # fmt: skip
 
+SIMPLE = ("plain", "causal", "deterministic")
 WITHOUT_PRODUCTS = ("bwd_delta", "bwd_preprocess", "bwd_convert")
 
 # What kernels spill, where it is more than 32: bytes for each thread (AMD: registers), for head dimensions 64, 128 and
@@ -115,9 +117,10 @@ def checks() -> Iterator[Check]:
         for dim, *_ in fa1._TILES[family(target)]:
             yield Check(fa1, target, causal(dim, half))
         if str(target) == "sm_90":
-            for variant in (plain, causal, everything):
+            for variant in (plain, causal, everything, deterministic):
                 for dim in (64, 128, 256):
-                    yield Check(fa3, target, variant(dim, half))
+                    if variant is not deterministic or dim < 256:  # where it makes no difference
+                        yield Check(fa3, target, variant(dim, half))
             # As long as its tile for short masked sequences serves.
             yield Check(fa3, target, dataclasses.replace(causal(64, half), seqlen=fa3_tiles.SHORT_MASKED))
             yield Check(fa3, target, dataclasses.replace(causal(192, half), head_dim_v=128))
@@ -148,7 +151,7 @@ def spill_bound(check: Check, kernel: str) -> float:
     backend = check.backend.__name__.rpartition(".")[2]
     dtype = "_float32" if check.variant.dtype is torch.float32 else ""
     off, on = SPILLS.get(f"{backend} {check.target} {kernel}{dtype}", ((0, 0, 0), (0, 0, 0)))
-    row = off if check.variant.name in ("plain", "causal") else on
+    row = on if check.variant.name in ("everything", "unaligned") else off
     dim = check.variant.block_dim
     return 1.25 * row[(dim > 64) + (dim > 128)] + 32
 
@@ -165,7 +168,7 @@ def test_tile_row(compiled, number):
         what = f"{name} of {check}"
         assert code.shared <= target.shared_memory, f"{what}: {code.shared} bytes of shared memory"
         assert code.spills <= spill_bound(check, name), f"{what} spills more than its bound; {measured(codes)}"
-    if variant.name in ("plain", "causal"):
+    if variant.name in SIMPLE:
         has_units = variant.dtype.itemsize == 2 or target.kind == "hip"
         expected = MATRIX_INSTRUCTION.get(str(target)) if has_units else None
         for name, code in codes.items():
@@ -177,7 +180,7 @@ def test_tile_row(compiled, number):
     if str(target) == "sm_90":
         for name, code in codes.items():
             assert not unset_operands(code.text), f"{name} of {check}: addresses of operands are not set on every path"
-    if str(target) == "sm_90" and variant.dtype.itemsize == 2 and variant.name in ("plain", "causal"):
+    if str(target) == "sm_90" and variant.dtype.itemsize == 2 and variant.name in SIMPLE:
         for name, code in codes.items():
             assert not assembler_notes(code), f"{name} of {check}: serialised matrix instructions"
             # Serialised code waits after each of them.

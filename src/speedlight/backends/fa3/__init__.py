@@ -35,7 +35,7 @@ from .backward import _attn_bwd_kernel
 from .backward_dq import _attn_bwd_dq_kernel
 from .forward import _attn_fwd_kernel
 from .preprocess import _attn_bwd_convert_kernel, _attn_bwd_preprocess_kernel
-from .tiles import PRODUCER_REGISTERS, BwdTile, DqTile, FwdTile, backward_tile, dq_apart, dq_tile, forward_tile
+from .tiles import PRODUCER_REGISTERS, BwdTile, DqTile, FwdTile, backward_tile, dq_tile, forward_tile
 from .versions import NAMED_BARRIERS, unverified
 
 _L2_BYTES = 32 * 2**20  # of K and V that heads handled at once may take
@@ -53,11 +53,9 @@ def supports(problem: AttentionProblem, target: Target) -> str | None:
 
 
 def describe_tile(problem: AttentionProblem, target: Target) -> str:
-    return (
-        f"forward {forward_tile(problem)} where TMA can address q, k and v; else, and for gradients"
-        f"{' that are deterministic or of head dimensions above 128' if OWN_BACKWARD else ''}, "
-        f"fa2: {fa2.describe_tile(problem, target)}"
-    )
+    gradients = "" if OWN_BACKWARD else ", and for gradients"
+    tiles = fa2.describe_tile(problem, target)
+    return f"forward {forward_tile(problem)} where TMA can address q, k and v; else{gradients}, fa2: {tiles}"
 
 
 def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -93,7 +91,9 @@ def backward(
     if unaligned or not _addressable_once(key, problem, (q, k, v, dout)):
         return fa2.backward(problem, inputs, out, lse, dout, dlse, needs)
     device = problem.device
-    tile, apart = backward_tile(problem), dq_apart(problem)
+    # By a kernel of its own dQ has the same bits every time, and any number of columns.
+    apart = problem.deterministic or max(problem.head_dim, problem.head_dim_v) > 128 or not (needs.k or needs.v)
+    tile = backward_tile(problem, apart)
     # lse2 and delta are by tile of rows, then head, as is the sum that threads add to.
     blocks = tiles_of(problem, problem.seqlen_q, tile.block_m) * problem.num_heads
     lse2, delta = torch.empty((2, blocks * tile.block_m), dtype=torch.float32, device=device)
@@ -124,7 +124,7 @@ def backward(
                 some = {name: t for name, t in tensors.items() if name != other}
                 if {"dk", "dv"} & some.keys():
                     launches.append(backward_launch(problem, some, tile, num_sms))
-        elif {"dk", "dv", "dq_sum"} & tensors.keys():
+        elif needs.k or needs.v:
             launches.append(backward_launch(problem, tensors, tile, num_sms))
         if needs.q and apart:
             launches.append(dq_launch(problem, tensors, dq_tile(problem), tile.block_m, num_sms))

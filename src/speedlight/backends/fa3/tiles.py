@@ -114,15 +114,11 @@ def forward_tile(problem: AttentionProblem) -> FwdTile:
     return _D64_SHORT if keys <= SHORT_MASKED else _D64
 
 
-def dq_apart(problem: AttentionProblem) -> bool:
-    """Whether dQ is made by a kernel of its own, and not added up in memory by that of dK and dV."""
-    return problem.deterministic or max(problem.head_dim, problem.head_dim_v) > 128
-
-
-def backward_tile(problem: AttentionProblem) -> BwdTile:
+def backward_tile(problem: AttentionProblem, dq_apart: bool) -> BwdTile:
+    """dq_apart: dQ is made by a kernel of its own, and not added up in memory by that of dK and dV."""
     dim = block_dim(max(problem.head_dim, problem.head_dim_v))
     if dim > 64:
-        return _BWD_D256 if dim > 128 else _BWD_D128_WITHOUT_DQ if dq_apart(problem) else _BWD_D128
+        return _BWD_D256 if dim > 128 else _BWD_D128_WITHOUT_DQ if dq_apart else _BWD_D128
     return _BWD_D64
 
 
