@@ -46,7 +46,7 @@ def _compiled(version: str, *selection: str) -> Part:
 PARTS = (
     _compiled(NEWEST),
     _compiled(OLDEST, "-k", SOME_TILES),
-    _interpreted(NEWEST, "fa1 or fa2 or fa3_rows"),
+    _interpreted(NEWEST, "fa1 or fa2 or fa3_rows or fa3_emulated"),
     _interpreted(OLDEST, f"(fa1 or fa2) and ({SOME})"),
     Part("main", ("tests", "--ignore=tests/compile"), environment={"TRITON_INTERPRET": "0"}),
 )
