@@ -29,7 +29,7 @@ from gluon_emulator import Deadlock
 from speedlight import launch, reference, testing
 from speedlight.backends import fa3
 from speedlight.backends.contract import Needs
-from speedlight.backends.fa3.tiles import BwdTile, FwdTile
+from speedlight.backends.fa3.tiles import BwdTile, DqTile, FwdTile
 from speedlight.problem import describe
 from speedlight.testing import Case, check_result, compare, make_grads, make_inputs, run, run_reference
 
@@ -39,11 +39,13 @@ BULK = BwdTile(64, start_at_lse=True, bulk_dq=True)
 
 @dataclass(frozen=True)
 class Way:
-    """How kernels run: tiles (None: those of the table), barriers, and the emulator's options."""
+    """How kernels run: tiles (None: those of the table), barriers, and the emulator's options. ``dq``: dQ is made
+    apart, with that tile."""
 
     name: str
     forward: FwdTile | None = None
     backward: BwdTile | None = None
+    dq: DqTile | None = None
     named: bool = True
     options: dict = field(default_factory=dict, hash=False)
 
@@ -62,14 +64,19 @@ class Emulated:
     def __init__(self, monkeypatch):
         self.way, self.names, self.counter = EAGER, [], torch.zeros(2, dtype=torch.int32)
         self.alter = lambda record: record
-        forward_tile, backward_tile = fa3.forward_tile, fa3.backward_tile
+        forward_tile, backward_tile, dq_tile = fa3.forward_tile, fa3.backward_tile, fa3.dq_tile
         monkeypatch.setattr(launch, "run", self._run)
         monkeypatch.setattr(fa3, "_counter", lambda device: self.counter)
         monkeypatch.setattr(fa3, "_num_sms", lambda device: 3)
         monkeypatch.setattr(fa3, "OWN_BACKWARD", True)
         monkeypatch.setattr(fa3, "unverified", lambda: None)
         monkeypatch.setattr(fa3, "forward_tile", lambda problem: self.way.forward or forward_tile(problem))
-        monkeypatch.setattr(fa3, "backward_tile", lambda problem: self.way.backward or backward_tile(problem))
+        monkeypatch.setattr(
+            fa3,
+            "backward_tile",
+            lambda problem, apart: (not apart and self.way.backward) or backward_tile(problem, apart),
+        )
+        monkeypatch.setattr(fa3, "dq_tile", lambda problem: self.way.dq or dq_tile(problem))
 
     def _run(self, key, device, tensors, build):
         records = build()
@@ -83,7 +90,10 @@ class Emulated:
                 record.kernel[record.grid](*record.leading().values(), **record.args, **record.meta())
 
     def attention(self, q, k, v, *cu_seqlens, return_lse, **options):
-        problem, inputs = describe(*(t.detach() for t in (q, k, v)), *cu_seqlens, **options)
+        deterministic = self.way.dq is not None
+        problem, inputs = describe(
+            *(t.detach() for t in (q, k, v)), *cu_seqlens, **options, deterministic=deterministic
+        )  # fmt: skip
         assert fa3.supports(problem, target.Target("cuda", 90)) is None
         return _Attention.apply(q, k, v, problem, inputs)
 
@@ -91,7 +101,8 @@ class Emulated:
         self.way = way
         inputs, dout, dlse = _prepared(case)
         result = run(self.attention, self.attention, inputs, dout, dlse)
-        assert self.names == ["fwd", "bwd_preprocess", "bwd", "bwd_convert"]
+        apart = "bwd_dq" if way.dq or case.head_dim > 128 or (case.head_dim_v or 0) > 128 else "bwd_convert"
+        assert self.names in (["fwd", "bwd_preprocess", *["bwd"] * n, apart] for n in (1, 2))
         with mock.patch.object(testing, "run_reference", lambda *_given: _reference(case)):
             check_result(case, inputs, result, dout, dlse)
 
@@ -159,6 +170,8 @@ CASES = [
 WAYS = [
     EAGER,
     Way("in_order", FwdTile(2, 64, 2, pingpong=False), BwdTile(64), named=False),
+    Way("apart", dq=DqTile(128, 2, 2)),
+    Way("random_apart", dq=DqTile(64, 2, 1, own_staging=False), named=False, options=_at_random(4)),
     Way("late", FwdTile(3, 128, 4), BULK, options=dict(lazy=True)),
     Way("random", FwdTile(3, 128, 4), BwdTile(128), options=_at_random(1)),
     Way("random_bulk", FwdTile(2, 128, 2), BULK, named=False, options=_at_random(2)),
@@ -168,6 +181,21 @@ CASES_128 = [
     _case("causal", 150, 200, head_dim=72, head_dim_v=128, heads=1, causal=True, dtype=F16),
     _case("gqa_window", 130, 200, head_dim=128, heads=2, window=(40, 30)),
     _packed("varlen_causal", head_dim=128, heads=1, causal=True, lse_grad=True),
+]
+WAYS_128 = [
+    EAGER,
+    RANDOM,
+    Way("by_threads", backward=BwdTile(64), named=False, options=_at_random(3)),
+    Way("apart", dq=DqTile(64, 3, 2, operands_in_registers=True)),
+]
+CASES_256 = [
+    _case("plain", 128, 192, head_dim=256, heads=1, dtype=F16),
+    _case("causal", 150, 200, head_dim=192, head_dim_v=128, heads=1, causal=True, lse_grad=True),
+    _case("wide_v", 140, 140, head_dim=64, head_dim_v=200, heads=2, causal=True),
+    _case("window_and_blind_keys", 70, 300, head_dim=256, heads=1, window=(20, 10)),
+    _packed(
+        "varlen_seqused", seqused_q=(60, 0, 130, 2), seqused_k=(100, 30, 20, 0), head_dim=256, heads=1, causal=True
+    ),
 ]
 BY_NAME = {case.name: case for case in CASES}
 by_name = dict(ids=lambda value: value.name)
@@ -179,22 +207,16 @@ def test_dim_64(emulated, case, way):
     emulated.check(case, way)
 
 
-@pytest.mark.parametrize("way", [EAGER, RANDOM, Way("by_threads", None, BwdTile(64), False, _at_random(3))], **by_name)
+@pytest.mark.parametrize("way", WAYS_128, **by_name)
 @pytest.mark.parametrize("case", CASES_128, **by_name)
 def test_dim_128(emulated, case, way):
     emulated.check(case, way)
 
 
 @pytest.mark.parametrize("way", [EAGER, RANDOM], **by_name)
-@pytest.mark.parametrize("head_dim", [(192, 128), (256, 256)], ids=str)
-def test_forward_of_larger_dims(emulated, head_dim, way):
-    case = _case("large", 150, 200, *head_dim[:1], heads=1, head_dim_v=head_dim[1], causal=True)
-    emulated.way = way
-    inputs = make_inputs(case)
-    out, lse = emulated.attention(*inputs[:3], return_lse=True, **inputs.options)
-    expected, expected_lse = reference.attention(*inputs[:3], return_lse=True, **inputs.options)
-    testing.assert_close(out, expected, testing.naive_attention(*inputs[:3], **inputs.options))
-    testing.assert_lse_close(lse, expected_lse, case.seqlen_k)
+@pytest.mark.parametrize("case", CASES_256, **by_name)
+def test_dim_256(emulated, case, way):
+    emulated.check(case, way)
 
 
 @pytest.mark.parametrize("way", [EAGER, *WAYS[2:]], **by_name)
@@ -231,42 +253,28 @@ def test_gradients_that_are_not_needed_are_left_out(emulated, tile):
         emulated.names.clear()
         needs = Needs(*(name in wanted for name in "qkv"))
         grads = fa3.backward(problem, tensors, out, lse, dout, dlse, needs)
-        assert "bwd" in emulated.names
+        assert ("bwd" in emulated.names) == (wanted != "q") and ("bwd_dq" in emulated.names) == (wanted == "q")
         for name in "qkv":
-            grad = getattr(grads, name)
-            assert torch.equal(grad, getattr(everything, name)) if name in wanted else grad is None, (wanted, name)
+            grad, expected = getattr(grads, name), getattr(everything, name)
+            if name not in wanted:
+                assert grad is None
+            elif wanted != "q":
+                assert torch.equal(grad, expected), (wanted, name)
+            else:  # the same numbers, summed up in another order
+                torch.testing.assert_close(grad, expected, rtol=2**-7, atol=2**-7 * expected.abs().max().item())
 
 
-# What is known to be wrong.
-
-
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=(
-    "dV of the second warpgroup is staged 64 * BLOCK_DV * 2 bytes into dQ's shared memory, which belong to the first "
-    "one, whose dK is on its way from there, if BLOCK_DV < BLOCK_D"
-))  # fmt: skip
 def test_dv_of_fewer_columns_than_dk(emulated):
-    emulated.check(
-        _case("narrow_v", 300, 300, head_dim=128, head_dim_v=64, heads=1), replace(RANDOM, options=_at_random(2))
-    )
+    emulated.check(_case("narrow_v", 64, 128, head_dim=128, head_dim_v=64, heads=1), RANDOM)
 
 
-_FROM_NEIGHBOUR = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="0 * NaN of rows past a sequence is added to dQ of the next one"
-)
-
-
-@pytest.mark.parametrize(
-    ("spoilt", "tile"),
-    [
-        *((spoilt, tile) for spoilt in "qkv" for tile in (BwdTile(128), BwdTile(64))),
-        ("q", BULK),
-        pytest.param("k", BULK, marks=_FROM_NEIGHBOUR),
-        ("v", BULK),
-    ],
-    ids=lambda value: value if isinstance(value, str) else f"{value.block_m}{'_bulk' * value.bulk_dq}",
-)
-def test_nan_in_a_sequence_stays_there(emulated, spoilt, tile):
-    emulated.way = replace(EAGER, backward=tile)
+@pytest.mark.parametrize("spoilt", "qkv")
+@pytest.mark.parametrize("way", [
+    Way("128", backward=BwdTile(128)), Way("64", backward=BwdTile(64)), Way("bulk", backward=BULK),
+    Way("apart", dq=DqTile(64, 2, 1)),
+], **by_name)  # fmt: skip
+def test_nan_in_a_sequence_stays_there(emulated, spoilt, way):
+    emulated.way = way
     case = _packed("neighbours", (70, 60), (70, 60), heads=1, causal=True)
     inputs, dout, dlse = _prepared(case)
     values = inputs.leaves[spoilt].clone()
@@ -336,8 +344,7 @@ CHANGES = [
            case=_CAUSAL),
     Change("rows_not_cleared", "common", "if (i * 16 < lo) | (i * 16 + 16 > hi):", "if False:", case=_VARLEN),
     Change("barriers_left_half_full", "producer", "if i < blocks_before:", "if False:", RuntimeError),
-    Change("wrong_bytes", "producer", "k.block_type.nbytes + v.block_type.nbytes", "k.block_type.nbytes",
-           _EITHER),
+    Change("wrong_bytes", "producer", "PARTS * (k.block_type.nbytes + ", "PARTS * (", _EITHER),
     Change("q_released_early", "backward", *_swap(
         "    if NEED_DK:\n"
         "        dk, near_ds16, far_ds16 = warpgroup_mma_wait(0, deps=[dk_token, near_ds16, far_ds16])\n",
@@ -348,7 +355,8 @@ CHANGES = [
     Change("ds_not_fenced", "backward", "        fence_async_shared()\n        _announce", "        _announce",
            RuntimeError),
     Change("dq_overwritten", "backward", "        tma.store_wait(0)\n        staged", "        staged", way=_BULK),
-    Change("dk_overwritten_by_dv", "backward", "            if NEED_DQ and BULK:", "            if False:", way=_BULK),
+    Change("dk_overwritten_by_dv", "backward", "        if IN_TURN:\n            tma", "        if 0:\n            tma",
+           way=_BULK),
     Change("dk_overwritten_by_next", "backward", "tma.store_wait(0)  # those of the tile before", "pass",
            case=_case("keys", 70, 600)),
     Change("wrong_columns", "backward", "[batch_row, row, h, WG * WIDTH]", "[batch_row, row, h, 0]", way=_BULK),

@@ -61,9 +61,10 @@ from .versions import reinterpret, tma_add
 def _step(
     dk, dv, k_s, v_s, ring, sums, ds_s, ds_full, it, before, place, lengths, left, right, scale, softcap,
     WG: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr, NSTO: gl.constexpr,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    MASKED: gl.constexpr, CLEAR: gl.constexpr, FIRST: gl.constexpr, NEED_DQ: gl.constexpr, NEED_DK: gl.constexpr,
-    NEED_DV: gl.constexpr, NAMED: gl.constexpr, START: gl.constexpr, BULK: gl.constexpr, APART: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    SOFTCAP: gl.constexpr, MASKED: gl.constexpr, CLEAR: gl.constexpr, FIRST: gl.constexpr, NEED_DQ: gl.constexpr,
+    NEED_DK: gl.constexpr, NEED_DV: gl.constexpr, NAMED: gl.constexpr, START: gl.constexpr, BULK: gl.constexpr,
+    APART: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """One block of rows, and dQ of the block before, whose sum is at before, unless FIRST. No product is in flight
     before or after."""
@@ -96,7 +97,7 @@ def _step(
     s_start = _start(lse_s.index(stage), s_layout, BLOCK_M) if START else zeros
     s_token = warpgroup_mma(k_rows, q.permute((1, 0)), s_start, use_acc=START, is_async=True)
     if DQ_BEFORE:
-        _add_dq(sums, before, warpgroup_mma_wait(1, deps=[dq_token]), WG, BULK)
+        _add_dq(sums, before, warpgroup_mma_wait(1, deps=[dq_token]), WG, BULK, RAGGED)
     if START and FIRST:  # ptxas makes it wait in any case, and says so
         s_token = warpgroup_mma_wait(0, deps=[s_token])
     mbarrier.wait(do_full.index(stage_do), phase_do)
@@ -123,18 +124,17 @@ def _step(
         mbarrier.wait(do_full.index(stage_do), phase_do)  # has been; but it keeps ptxas from waiting for dP before exp2
         dp, near = warpgroup_mma_wait(1 if NEED_DV else 0, deps=[dp_token, near])
         dp_near, dp_far = halves(dp, BLOCK_M)
-        near_pairs = _score_gradients(near, dp_near, near_factor, delta_s.index(stage_do).slice(0, HALF), place, lengths,
-                                      left, right, dtype, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKED, HALF, 0,
-                                      START)  # fmt: skip
+        delta = delta_s.index(stage_do)
+        near_pairs = _score_gradients(near, dp_near, near_factor, delta.slice(0, HALF), place, lengths, left, right,
+                                      dtype, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKED, HALF, 0, START)  # fmt: skip
     far, far_factor = _weights(s_far, lse_s.index(stage).slice(HALF, HALF), place, lengths, left, right, scale, softcap,
                                HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKED, HALF, 1, START)  # fmt: skip
     if NEED_DV:
         far16 = unpack(pack(far, dtype, HALF), dtype, v_layout, HALF)
         dv_token = warpgroup_mma(far16, do.slice(HALF, HALF, 0), dv_token, is_async=True)
     if NEED_DS:
-        far_pairs = _score_gradients(far, dp_far, far_factor, delta_s.index(stage_do).slice(HALF, HALF), place, lengths,
-                                     left, right, dtype, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKED, HALF, 1,
-                                     START)  # fmt: skip
+        far_pairs = _score_gradients(far, dp_far, far_factor, delta.slice(HALF, HALF), place, lengths, left, right,
+                                     dtype, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKED, HALF, 1, START)  # fmt: skip
     if not NEED_DV:
         release(do_empty, stage_do, 12, 2, NAMED)
     if NEED_DQ:
@@ -249,12 +249,16 @@ def _issue_dq(ds_s, k_tile, n, WG: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D:
 
 
 @gluon.jit
-def _add_dq(sums, where, dq, WG: gl.constexpr, BULK: gl.constexpr):
+def _add_dq(sums, where, dq, WG: gl.constexpr, BULK: gl.constexpr, RAGGED: gl.constexpr):
     """Add this warpgroup's half of dQ to its place in the sum."""
     dq_sum, dq_s = sums
     WIDTH: gl.constexpr = dq.shape[1]
     if BULK:
-        batch_row, row, h = where
+        batch_row, row, h, rows_left = where
+        if RAGGED:
+            if rows_left < 64:  # 0 * NaN must not reach the next sequence
+                inside = gl.arange(0, 64, gl.SliceLayout(1, dq.type.layout)) < rows_left
+                dq = gl.where(gl.expand_dims(inside, 1), dq, 0.0)
         staged = dq_s.index(WG)
         tma.store_wait(0)
         staged.reshape([64, WIDTH]).store(dq)
@@ -288,7 +292,7 @@ def _consumer(
     START: gl.constexpr, BULK: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     outputs, keys, ring, notes, sums, ds_s, ds_full, sizes, left, right, scale, softcap, softmax_scale = shared
-    dk_tiles, dv_tiles, dk, dv, dk_s, dv_s = outputs
+    dk, dv = outputs[2], outputs[3]
     k_s, v_s, kv_full, kv_empty = keys
     group_size, num_heads_kv, seqlen_q, seqlen_k = sizes
     num_heads = num_heads_kv * group_size
@@ -318,7 +322,7 @@ def _consumer(
                     clear_rows(k_tile, seen_lo - start_n, seen_hi - start_n, BLOCK_N, BLOCK_D)
             if BULK:
                 q_start = fact(notes, tiles_before, 4) if RAGGED else 0
-                origin = (fact(notes, tiles_before, 6), q_start + first * BLOCK_M)
+                origin = (fact(notes, tiles_before, 6), q_start + first * BLOCK_M, used_q - first * BLOCK_M)
             else:
                 origin = fact(notes, tiles_before, 9) + first
             before = _dq_place(origin, 0, num_heads, 0, BLOCK_M, BLOCK_D, BULK)
@@ -328,7 +332,7 @@ def _consumer(
                 dk_i, dv_i = _step(
                     dk_i, dv_i, k_s, v_s, ring, sums, ds_s, ds_full, it, before, place, lengths, left, right, scale,
                     softcap, WG, BLOCK_M, BLOCK_N, NST, NSTO, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKS,
-                    CLEAR, True, NEED_DQ, NEED_DK, NEED_DV, NAMED, START, BULK, APART,
+                    CLEAR, True, NEED_DQ, NEED_DK, NEED_DV, NAMED, START, BULK, APART, RAGGED,
                 )  # fmt: skip
                 before = _dq_place(origin, block, num_heads, hk * group_size, BLOCK_M, BLOCK_D, BULK)
                 it += 1
@@ -342,7 +346,7 @@ def _consumer(
                         dk_i, dv_i = _step(
                             dk_i, dv_i, k_s, v_s, ring, sums, ds_s, ds_full, it, before, place, lengths, left, right,
                             scale, softcap, WG, BLOCK_M, BLOCK_N, NST, NSTO, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                            SOFTCAP, True, CLEAR, False, NEED_DQ, NEED_DK, NEED_DV, NAMED, START, BULK, APART,
+                            SOFTCAP, True, CLEAR, False, NEED_DQ, NEED_DK, NEED_DV, NAMED, START, BULK, APART, RAGGED,
                         )  # fmt: skip
                         before = _dq_place(origin, block, num_heads, h, BLOCK_M, BLOCK_D, BULK)
                         it += 1
@@ -350,7 +354,7 @@ def _consumer(
                     dk_i, dv_i = _step(
                         dk_i, dv_i, k_s, v_s, ring, sums, ds_s, ds_full, it, before, (0, 0), lengths, left, right,
                         scale, softcap, WG, BLOCK_M, BLOCK_N, NST, NSTO, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-                        SOFTCAP, False, False, False, NEED_DQ, NEED_DK, NEED_DV, NAMED, START, BULK, APART,
+                        SOFTCAP, False, False, False, NEED_DQ, NEED_DK, NEED_DV, NAMED, START, BULK, APART, RAGGED,
                     )  # fmt: skip
                     block = query_block(n, count, low, high, turn)
                     before = _dq_place(origin, block, num_heads, h, BLOCK_M, BLOCK_D, BULK)
@@ -358,7 +362,7 @@ def _consumer(
             if NEED_DQ:
                 _await_scores(ds_full, it - 1, WG, NAMED)
                 dq_token = _issue_dq(ds_s, k_s.index(0).reshape([BLOCK_N, BLOCK_D]), it - 1, WG, BLOCK_M, BLOCK_D)
-                _add_dq(sums, before, warpgroup_mma_wait(0, deps=[dq_token]), WG, BULK)
+                _add_dq(sums, before, warpgroup_mma_wait(0, deps=[dq_token]), WG, BULK, RAGGED)
             if not APART:
                 mbarrier.arrive(kv_empty, count=1)
             keys_before += 1
@@ -388,11 +392,12 @@ def _consumer(
 
 @gluon.jit
 def _dq_place(origin, block, num_heads, h, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, BULK: gl.constexpr):
-    """Where dQ of a block of rows goes. origin: batch entry and row of the first block; without BULK its number among
-    the tiles of BLOCK_M rows of all sequences, by which the sum is ordered, then by head."""
+    """Where dQ of a block of rows goes. origin: batch entry and row of the first block, and the sequence's rows from
+    there on; without BULK its number among the tiles of BLOCK_M rows of all sequences, by which the sum is ordered,
+    then by head."""
     if BULK:
-        batch_row, row = origin
-        return batch_row, row + block * BLOCK_M, h
+        batch_row, row, rows = origin
+        return batch_row, row + block * BLOCK_M, h, rows - block * BLOCK_M
     else:
         return ((origin + block) * num_heads + h).to(gl.int64) * (BLOCK_M * BLOCK_D)
 
@@ -476,7 +481,7 @@ def _attn_bwd_kernel(
     if NEED_DV:
         dv_s = k_s
         if not APART or BLOCK_DV != BLOCK_D:
-            dv_s = _staging(dv_tiles, dq_s, BLOCK_DV, IN_TURN and BLOCK_DV <= BLOCK_D)
+            dv_s = _staging(dv_tiles, dq_s, BLOCK_DV, IN_TURN and BLOCK_DV == BLOCK_D)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())

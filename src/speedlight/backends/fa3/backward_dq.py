@@ -159,7 +159,8 @@ def _consumer(
             where = ((first + count - 1) * BLOCK_N, row)
             dq, pairs = _step(
                 dq, 0, q, do, k_s, v_s, barriers, it, values, where, lengths, left, right, scale, softcap,
-                BLOCK_N, NST, NSTV, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, CLEAR, SOFTCAP, MASKS, True, NAMED, QREG, WG,
+                BLOCK_N, NST, NSTV, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, CLEAR, SOFTCAP, MASKS, True, NAMED, QREG,
+                WG,
             )  # fmt: skip
             it += 1
             for n in range(1, masked):
@@ -170,7 +171,7 @@ def _consumer(
                     SOFTCAP, True, False, NAMED, QREG, WG,
                 )  # fmt: skip
                 it += 1
-            for n in range(gl.maximum(masked, 1), count):
+            for _ in range(gl.maximum(masked, 1), count):
                 dq, pairs = _step(
                     dq, pairs, q, do, k_s, v_s, barriers, it, values, (0, row), lengths, left, right,
                     scale, softcap, BLOCK_N, NST, NSTV, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, False, SOFTCAP, False,
