@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from ... import launch
 from ...launch import Launch
 from ...problem import AttentionProblem
-from ...target import Target, target_of
+from ...target import Target, interpreting, target_of
 from ..contract import Grads, Inputs, Needs
 from ..layout import (
     Tensors,
@@ -29,10 +32,15 @@ from ..layout import (
 )
 from .backward import _attn_bwd_delta_kernel, _attn_bwd_dkdv_kernel, _attn_bwd_dq_kernel
 from .forward import _attn_fwd_kernel
+from .term_gradients import _attn_bwd_dbias_kernel, _attn_bwd_heads_kernel
 from .tiles import Tile, backward_tile, block_dim, forward_tile
 
 _MAX_HEAD_DIM = 256
+_MAX_AUX = 4
 _DELTA_ROWS = 64
+_HEAD_ROWS = 512
+_SPLIT_BLOCK, _SPLIT_PROGRAMS = 64, 512
+_UNBOUNDED = 2**31 - 1
 # K and V of the heads in flight should stay in the L2 cache; a conservative share of what current GPUs have.
 _L2_BYTES = 16 * 2**20
 _WITH_HEAD_DIM = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
@@ -54,15 +62,9 @@ def supports(problem: AttentionProblem, target: Target) -> str | None:
         # The least tiles of the backward pass, four of 16 x 256 and a reduction.
         if target.kind == "cuda" and target.shared_memory < 65 * 1024:
             return f"float32 with head dimensions above 128 needs more shared memory than {target} has"
-    for name, used in (
-        ("alibi_slopes", problem.alibi_batched is not None),
-        ("bias", problem.bias is not None or problem.bias_fn is not None),
-        ("mask", problem.mask is not None or problem.mask_fn is not None),
-        ("sink", problem.sink),
-        ("dropout", problem.dropout_threshold > 0),
-    ):
-        if used:
-            return f"{name} is not supported yet"
+    for name, axes in (("bias", problem.bias_axes), ("mask", problem.mask_axes)):
+        if len(axes) > _MAX_AUX:
+            return f"{name} functions take up to {_MAX_AUX} aux tensors, got {len(axes)}"
     return None
 
 
@@ -74,9 +76,13 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     q, k, v = inputs[:3]
     out, lse = outputs(problem, q)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    terms: tuple[Any, ...] = ()
     if not problem.plain:
         add_lengths(tensors, inputs)
-    key = "fa2.forward", problem, q.stride(), k.stride(), v.stride()
+        terms = _add_terms(tensors, inputs)
+        if problem.sink:
+            tensors["sink"] = inputs.sink.contiguous()  # type: ignore[union-attr]
+    key = "fa2.forward", problem, q.stride(), k.stride(), v.stride(), terms
     launch.run(key, problem.device, tensors, lambda: forward_launch_for(problem, tensors))
     return out, lse
 
@@ -94,7 +100,7 @@ def backward(
     q, k, v = inputs[:3]
     if dout is None:
         dout = torch.zeros_like(out)
-    dq = dk = dv = None
+    dq = dk = dv = d_slopes = d_bias = d_sink = None
     tensors = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
     if needs.q:
         tensors["dq"] = dq = new(q)
@@ -102,31 +108,78 @@ def backward(
         tensors["dk"] = dk = new(k)
     if needs.v:
         tensors["dv"] = dv = new(v)
-    if needs.q or needs.k:
+    if needs.q or needs.k or needs.alibi_slopes or needs.bias or needs.sink:
         tensors["delta"] = torch.empty_like(lse)
     if dlse is not None:
         tensors["dlse"] = dlse
+    device = problem.device
+    terms: tuple[Any, ...] = ()
     if not problem.plain:
         add_lengths(tensors, inputs)
-    device = problem.device
+        terms = _add_terms(tensors, inputs)
+        per_head = (problem.batch, problem.num_heads)
+        if needs.alibi_slopes:
+            tensors["dslopes"] = torch.empty_like(lse)
+            tensors["dslope"] = d_slopes = lse.new_empty(per_head)
+        if needs.sink:
+            tensors["sink"] = inputs.sink.contiguous()  # type: ignore[union-attr]
+            tensors["dsink"] = d_sink = lse.new_empty(per_head)
+        if needs.bias:
+            assert problem.bias is not None
+            splits = _splits(problem, problem.bias.shape)
+            tensors["dbias"] = d_bias = lse.new_empty((splits, *problem.bias.shape))
 
     def build() -> list[Launch]:
         tile = backward_tile(problem, target_of(device), vectorised(problem, (q, k, v, dout)))
         launches = []
-        if needs.q:
+        if needs.q or needs.alibi_slopes:
             launches.append(dq_launch(problem, tensors, tile.dq))
-        elif needs.k:
+        elif "delta" in tensors:
             launches.append(delta_launch(problem, tensors))
         if needs.k or needs.v:
             launches.append(dkdv_launch(problem, tensors, tile.dkdv))
+        if needs.alibi_slopes or needs.sink:
+            launches.append(heads_launch(problem, tensors))
+        if needs.bias:
+            launches.append(dbias_launch(problem, tensors, tile.dq))
         return launches
 
     key = (
         "fa2.backward", problem, q.stride(), k.stride(), v.stride(), dout.stride(),
-        None if dlse is None else dlse.stride(), needs.q, needs.k, needs.v,
+        None if dlse is None else dlse.stride(), needs, terms,
     )  # fmt: skip
     launch.run(key, device, tensors, build)
-    return Grads(dq, dk, dv)
+    if d_slopes is not None and not problem.alibi_batched:
+        d_slopes = d_slopes.sum(0)
+    if d_sink is not None:
+        d_sink = d_sink.sum(0).to(inputs.sink.dtype)  # type: ignore[union-attr]
+    if d_bias is not None:
+        d_bias = d_bias.sum(0).to(problem.bias.dtype)  # type: ignore[union-attr]
+    return Grads(dq, dk, dv, d_slopes, d_bias, d_sink)
+
+
+def _add_terms(tensors: Tensors, inputs: Inputs) -> tuple[Any, ...]:
+    """What is added to scores or hides them, by the kernels' names; the strides by which they are read."""
+    if inputs.alibi_slopes is not None:
+        tensors["alibi_slopes"] = inputs.alibi_slopes.contiguous()
+    if inputs.bias is not None:
+        tensors["bias"] = inputs.bias
+    if inputs.mask is not None:
+        tensors["mask"] = inputs.mask
+    if inputs.dropout_seed is not None:
+        tensors["dropout_seed"] = inputs.dropout_seed
+    for kind, aux in (("bias", inputs.bias_aux), ("mask", inputs.mask_aux)):
+        for n, t in enumerate(aux):
+            tensors[f"{kind}_aux{n}"] = t.contiguous()
+    return tuple(None if t is None else t.stride() for t in (inputs.bias, inputs.mask))
+
+
+def _splits(problem: AttentionProblem, shape: tuple[int, ...]) -> int:
+    """In how many parts the sums for a bias's gradient are made, so that there are programs for a GPU."""
+    rows, keys = (-(-n // _SPLIT_BLOCK) if n > 1 else 1 for n in shape[2:])
+    own = shape[0] * shape[1] * rows * keys
+    tiles = -(-problem.seqlen_q // _SPLIT_BLOCK) * -(-problem.seqlen_k // _SPLIT_BLOCK)
+    return max(1, min(_SPLIT_PROGRAMS // max(own, 1), problem.batch * problem.num_heads * tiles // max(own, 1)))
 
 
 # Launch records. Tensors may be on the meta device: nothing here reads a value.
@@ -141,8 +194,9 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: Tile) -> L
         **sizes(problem),
         "group_size": problem.group_size,
         "heads_together": max(1, min(_L2_BYTES // max(kv_bytes, 1), problem.batch * problem.num_heads)),
-        "SCALE_FIRST": problem.softcap > 0 or scale_first(problem),
+        "SCALE_FIRST": problem.softcap > 0 or scale_first(problem) or _has_terms(problem),
         "TAIL": _ragged(problem, problem.seqlen_k, tile.block_n),
+        **_term_args(problem, tensors),
         **_tile_args(problem, tile, tensors, unit),
     }
     grid = tiles_of(problem, problem.seqlen_q, tile.block_m) * problem.num_heads
@@ -176,6 +230,7 @@ def dkdv_launch(problem: AttentionProblem, tensors: Tensors, tile: Tile) -> Laun
         "NEED_DK": "dk" in tensors,
         "NEED_DV": "dv" in tensors,
         "TAIL": _ragged(problem, problem.seqlen_q, tile.block_m),
+        **_term_args(problem, tensors),
         **_tile_args(problem, tile, tensors, unit),
     }
     grid = tiles_of(problem, problem.seqlen_k, tile.block_n) * problem.num_heads_kv
@@ -191,10 +246,80 @@ def dq_launch(problem: AttentionProblem, tensors: Tensors, tile: Tile) -> Launch
         **sizes(problem),
         "group_size": problem.group_size,
         "TAIL": _ragged(problem, problem.seqlen_k, tile.block_n),
+        **_term_args(problem, tensors),
         **_tile_args(problem, tile, tensors, unit),
     }
     grid = tiles_of(problem, problem.seqlen_q, tile.block_m) * problem.num_heads
     return _record(_attn_bwd_dq_kernel, grid, tensors, args, tile)
+
+
+def dbias_launch(problem: AttentionProblem, tensors: Tensors, tile: Tile) -> Launch:
+    read = pick(tensors, "q", "k", "v", "dout")
+    unit = unit_of(problem, read.values())
+    splits, *shape = tensors["dbias"].shape
+    per = dict(zip(("PER_BATCH", "PER_HEAD", "PER_ROW", "PER_KEY"), (n > 1 for n in shape), strict=True))
+    args = {
+        **strides(problem, unit, read),
+        **sizes(problem),
+        "group_size": problem.group_size,
+        "splits": splits,
+        **_term_args(problem, tensors),
+        **per,
+        **_tile_args(problem, tile, tensors, unit),
+    }
+    rows = -(-shape[2] // tile.block_m) if per["PER_ROW"] else 1
+    keys = -(-shape[3] // tile.block_n) if per["PER_KEY"] else 1
+    return _record(_attn_bwd_dbias_kernel, splits * shape[0] * shape[1] * rows * keys, tensors, args, tile)
+
+
+def heads_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
+    args = {
+        "batch": problem.batch,
+        "num_heads": problem.num_heads,
+        "seqlen_q": problem.seqlen_q,
+        "BLOCK_M": _HEAD_ROWS,
+    }
+    grid = programs(problem.batch * problem.num_heads)
+    return Launch(_attn_bwd_heads_kernel, (grid,), tensors, args, num_warps=4, num_stages=1)
+
+
+def _has_terms(problem: AttentionProblem) -> bool:
+    return problem.alibi_batched is not None or _has_bias(problem) or _hides(problem)
+
+
+def _has_bias(problem: AttentionProblem) -> bool:
+    return problem.bias is not None or problem.bias_fn is not None
+
+
+def _hides(problem: AttentionProblem) -> bool:
+    return _has_bias(problem) or problem.mask is not None or problem.mask_fn is not None
+
+
+def _term_args(problem: AttentionProblem, tensors: Tensors) -> dict[str, Any]:
+    args: dict[str, Any] = {"stride_ab": problem.num_heads if problem.alibi_batched else 0}
+    for name, letter in (("bias", "b"), ("mask", "m")):
+        t = tensors.get(name)
+        shape, stride = ((1,) * 4, (0,) * 4) if t is None else (t.shape, t.stride())
+        for axis, size, step in zip("bhmn", shape, stride, strict=True):
+            args[f"stride_{letter}{axis}"] = step if size > 1 else 0
+        args[f"{name}_rows"], args[f"{name}_keys"] = (size if size > 1 else _UNBOUNDED for size in shape[2:])
+    return args | {
+        "BIAS_FN": _compiled(problem.bias_fn),
+        "BIAS_AXES": problem.bias_axes,
+        "MASK_FN": _compiled(problem.mask_fn),
+        "MASK_AXES": problem.mask_axes,
+        "NATURAL": _has_bias(problem),
+        "HIDES": _hides(problem),
+        "DROPOUT": problem.dropout_threshold > 0,
+        "threshold": problem.dropout_threshold,
+        "keep_scale": problem.keep_scale,
+    }
+
+
+@functools.cache
+def _compiled(fn: Callable[..., Any] | None) -> Any:
+    """A modifier function as kernels call it. The interpreter runs it as it is."""
+    return fn if fn is None or interpreting() else triton.jit(fn)
 
 
 def _tile_args(problem: AttentionProblem, tile: Tile, tensors: Tensors, unit: int) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from .common import (
     visible,
 )
 from .forward import SIZES
+from .terms import distance, kept, make_terms, take_part, weights, with_terms
 
 
 @triton.jit(do_not_specialize=["num_heads", "seqlen_q", "num_rows"])
@@ -75,32 +76,49 @@ def _attn_bwd_delta_kernel(
 
 @triton.jit
 def _accumulate_dkdv(dk, dv, k_j, v_j, q, dout, lse, delta, stride_qm, stride_dom, start, end, offs_n, seqlen_q,
-                     seqlen_k, seeing_lo, seeing_hi, left, right, scale, softcap, HEAD_DIM: tl.constexpr,
+                     seqlen_k, seeing_lo, seeing_hi, left, right, scale, softcap, terms, keep_scale, HEAD_DIM: tl.constexpr,
                      HEAD_DIM_V: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-                     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-                     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
-                     MASKED: tl.constexpr):  # fmt: skip
+                     BIAS_FN: tl.constexpr, BIAS_AXES: tl.constexpr, MASK_FN: tl.constexpr, MASK_AXES: tl.constexpr,
+                     NATURAL: tl.constexpr, HIDES: tl.constexpr, DROPOUT: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
+                     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                     UNIT: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Add the rows of [start, end) to (dk, dv). Everything is transposed: keys along the first axis."""
     for m in tl.range(start, end, BLOCK_M):
         offs_m = m + tl.arange(0, BLOCK_M)
         # Rows that see nothing load as zeros: a NaN there would survive the product with a weight of 0.
         q_i = load_tile(q, m, stride_qm, seeing_lo, seeing_hi, HEAD_DIM, BLOCK_M, BLOCK_D, UNIT, WIDE, MASKED)
         lse_i = load_row(lse, offs_m, seqlen_q, MASKED)
-        s_t = score(tl.dot(k_j, tl.trans(q_i), input_precision=PRECISION), scale, softcap, SOFTCAP)
+        s_t = score(tl.dot(k_j, tl.trans(q_i), input_precision=PRECISION), scale, softcap, SOFTCAP, NATURAL)
         do_i = load_tile(dout, m, stride_dom, seeing_lo, seeing_hi, HEAD_DIM_V, BLOCK_M, BLOCK_DV, UNIT, WIDE, MASKED)
         if NEED_DK:  # before the exponentials, which then run beside it
             dp_t = tl.dot(v_j, tl.trans(do_i), input_precision=PRECISION)
-        p_t = tl.exp2(s_t - (lse_i * LOG2_E)[None, :])
+        capped = s_t
+        s_t = with_terms(
+            s_t, offs_m[None, :], offs_n[:, None], seqlen_q, seqlen_k, terms, BIAS_FN, BIAS_AXES, MASK_FN, MASK_AXES
+        )  # fmt: skip
+        p_t = weights(s_t, (lse_i if NATURAL else lse_i * LOG2_E)[None, :], NATURAL)
         if MASKED:
             ok = visible(offs_m[None, :], offs_n[:, None], seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
-            p_t = tl.where(ok, p_t, 0.0)
+            if HIDES:
+                s_t = tl.where(ok, s_t, float("-inf"))
+            else:
+                p_t = tl.where(ok, p_t, 0.0)
+        if HIDES:
+            p_t = tl.where(s_t == float("-inf"), 0.0, p_t)
+            do_i = take_part(do_i, s_t)
         if NEED_DV:
-            dv = tl.dot(p_t.to(do_i.dtype), do_i, dv, input_precision=PRECISION)
+            kept_t = kept(p_t, offs_m[None, :], offs_n[:, None], terms, DROPOUT)
+            dv = tl.dot(kept_t.to(do_i.dtype), do_i, dv, input_precision=PRECISION)
         if NEED_DK:
             delta_i = load_row(delta, offs_m, seqlen_q, MASKED)
+            if DROPOUT:
+                dp_t = kept(dp_t * keep_scale, offs_m[None, :], offs_n[:, None], terms, DROPOUT)
             ds_t = p_t * (dp_t - delta_i[None, :])
+            if HIDES:
+                ds_t = tl.where(s_t == float("-inf"), 0.0, ds_t)
+                q_i = take_part(q_i, s_t)
             if SOFTCAP:
-                ds_t = ds_t * softcap_gradient(s_t, softcap)
+                ds_t = ds_t * softcap_gradient(capped, softcap, NATURAL)
             dk = tl.dot(ds_t.to(q_i.dtype), q_i, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -108,9 +126,15 @@ def _accumulate_dkdv(dk, dv, k_j, v_j, q, dout, lse, delta, stride_qm, stride_do
 @triton.jit(do_not_specialize=SIZES)
 def _attn_bwd_dkdv_kernel(
     q, k, v, dout, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+    alibi_slopes, bias, mask, dropout_seed,
+    bias_aux0, bias_aux1, bias_aux2, bias_aux3, mask_aux0, mask_aux1, mask_aux2, mask_aux3,
     stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     stride_dob, stride_dom, stride_doh,
     batch, num_heads, seqlen_q, seqlen_k, window_left, window_right, softmax_scale, softcap,
+    stride_ab, stride_bb, stride_bh, stride_bm, stride_bn, bias_rows, bias_keys,
+    stride_mb, stride_mh, stride_mm, stride_mn, mask_rows, mask_keys, threshold, keep_scale,
+    BIAS_FN: tl.constexpr, BIAS_AXES: tl.constexpr, MASK_FN: tl.constexpr, MASK_AXES: tl.constexpr,
+    NATURAL: tl.constexpr, HIDES: tl.constexpr, DROPOUT: tl.constexpr,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
     PRECISION: tl.constexpr, TAIL: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
@@ -153,7 +177,7 @@ def _attn_bwd_dkdv_kernel(
     v_j = load_tile(v, start_n, stride_vn, seen_lo, used_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, UNIT, WIDE, True)
     dk_j = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_j = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    scale = softmax_scale if SOFTCAP else softmax_scale * LOG2_E
+    scale = softmax_scale if SOFTCAP or NATURAL else softmax_scale * LOG2_E
 
     lo, hi = query_range(start_n, start_n + BLOCK_N, used_q, used_k, left, right)
     full_lo, full_hi = full_query_range(start_n, start_n + BLOCK_N, used_q, used_k, left, right)
@@ -169,6 +193,13 @@ def _attn_bwd_dkdv_kernel(
         delta_h = lse_h
         if NEED_DK:
             delta_h = delta + first_lse + tl.cast(h, tl.int64) * lse_rows
+        terms = make_terms(
+            b, h, q_start, k_start, alibi_slopes, stride_ab,
+            bias, (stride_bb, stride_bh, stride_bm, stride_bn, bias_rows, bias_keys),
+            mask, (stride_mb, stride_mh, stride_mm, stride_mn, mask_rows, mask_keys),
+            (bias_aux0, bias_aux1, bias_aux2, bias_aux3), (mask_aux0, mask_aux1, mask_aux2, mask_aux3),
+            dropout_seed, threshold, NATURAL,
+        )  # fmt: skip
         for part in tl.static_range(3):  # as in the forward
             if part == 1 or (part == 0 and HAS_RIGHT) or (part == 2 and (HAS_LEFT or TAIL)):
                 start = lo if part == 0 else (full_lo if part == 1 else full_hi)
@@ -176,9 +207,9 @@ def _attn_bwd_dkdv_kernel(
                 for _ in range(1 if ALONE else once(start, end)):
                     dk_j, dv_j = _accumulate_dkdv(
                         dk_j, dv_j, k_j, v_j, q_h, dout_h, lse_h, delta_h, stride_qm, stride_dom, start, end, offs_n,
-                        used_q, used_k, seeing_lo, seeing_hi, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V,
-                        SOFTCAP, HAS_LEFT, HAS_RIGHT, NEED_DK, NEED_DV, PRECISION, BLOCK_M, BLOCK_D, BLOCK_DV, UNIT,
-                        WIDE, part != 1,
+                        used_q, used_k, seeing_lo, seeing_hi, left, right, scale, softcap, terms, keep_scale, HEAD_DIM, HEAD_DIM_V,
+                        SOFTCAP, HAS_LEFT, HAS_RIGHT, BIAS_FN, BIAS_AXES, MASK_FN, MASK_AXES, NATURAL, HIDES, DROPOUT, NEED_DK,
+                        NEED_DV, PRECISION, BLOCK_M, BLOCK_D, BLOCK_DV, UNIT, WIDE, part != 1,
                     )  # fmt: skip
 
     # Keys that no row sees have gradient 0; the weights of padding keys above came from zeros.
@@ -190,33 +221,65 @@ def _attn_bwd_dkdv_kernel(
         store_tile(dk, start_n, num_heads_kv * HEAD_DIM, k_rows, dk_j, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
     if NEED_DV:
         dv += row0 * num_heads_kv * HEAD_DIM_V + hk * HEAD_DIM_V
-        dv_j = tl.where(seen, dv_j, 0.0)
+        dv_j = tl.where(seen, dv_j * keep_scale if DROPOUT else dv_j, 0.0)
         store_tile(dv, start_n, num_heads_kv * HEAD_DIM_V, k_rows, dv_j, HEAD_DIM_V, BLOCK_N, BLOCK_DV, WIDE)
 
 
 @triton.jit
-def _accumulate_dq(dq, q_i, do_i, lse_i, delta_i, k, v, stride_kn, stride_vn, start, end, offs_m, seqlen_q, seqlen_k,
-                   seen_lo, left, right, scale, softcap, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-                   SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+def _accumulate_dq(dq, slope_i, q_i, do_i, lse_i, delta_i, k, v, stride_kn, stride_vn, start, end, offs_m, seqlen_q,
+                   seqlen_k, seen_lo, left, right, scale, softcap, terms, keep_scale, HEAD_DIM: tl.constexpr,
+                   HEAD_DIM_V: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+                   BIAS_FN: tl.constexpr, BIAS_AXES: tl.constexpr, MASK_FN: tl.constexpr, MASK_AXES: tl.constexpr,
+                   NATURAL: tl.constexpr, HIDES: tl.constexpr, DROPOUT: tl.constexpr, NEED_SLOPES: tl.constexpr, PRECISION: tl.constexpr,
                    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr,
-                   WIDE: tl.constexpr,
-                   MASKED: tl.constexpr):  # fmt: skip
-    """Add the keys of [start, end) to dq. ``lse_i`` is in log2 units."""
+                   WIDE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Add the keys of [start, end) to dq, and to the rows' part in the slopes' gradient. ``lse_i`` is in the scores'
+    unit."""
     for n in tl.range(start, end, BLOCK_N):
         k_j = load_tile(k, n, stride_kn, seen_lo, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D, UNIT, WIDE, MASKED)
         v_j = load_tile(v, n, stride_vn, seen_lo, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, UNIT, WIDE, MASKED)
-        s = score(tl.dot(q_i, tl.trans(k_j), input_precision=PRECISION), scale, softcap, SOFTCAP)
-        dp = tl.dot(do_i, tl.trans(v_j), input_precision=PRECISION)
-        p = tl.exp2(s - lse_i[:, None])
-        if MASKED:
-            offs_n = n + tl.arange(0, BLOCK_N)
-            ok = visible(offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
-            p = tl.where(ok, p, 0.0)
-        ds = p * (dp - delta_i[:, None])
+        offs_n = n + tl.arange(0, BLOCK_N)
+        ds, s, capped = score_gradients(
+            q_i, do_i, lse_i, delta_i, k_j, v_j, offs_m, offs_n, seqlen_q, seqlen_k, left, right, scale, softcap, terms,
+            keep_scale, SOFTCAP, HAS_LEFT, HAS_RIGHT, BIAS_FN, BIAS_AXES, MASK_FN, MASK_AXES, NATURAL, HIDES, DROPOUT, PRECISION, MASKED,
+        )  # fmt: skip
+        if NEED_SLOPES:
+            slope_i -= tl.sum(ds * distance(offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k), 1)
+        if HIDES:
+            k_j = take_part(k_j, s)
         if SOFTCAP:
-            ds = ds * softcap_gradient(s, softcap)
+            ds = ds * softcap_gradient(capped, softcap, NATURAL)
         dq = tl.dot(ds.to(k_j.dtype), k_j, dq, input_precision=PRECISION)
-    return dq
+    return dq, slope_i
+
+
+@triton.jit
+def score_gradients(q_i, do_i, lse_i, delta_i, k_j, v_j, offs_m, offs_n, seqlen_q, seqlen_k, left, right, scale,
+                    softcap, terms, keep_scale, SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+                    BIAS_FN: tl.constexpr, BIAS_AXES: tl.constexpr, MASK_FN: tl.constexpr, MASK_AXES: tl.constexpr,
+                    NATURAL: tl.constexpr, HIDES: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+                    MASKED: tl.constexpr):  # fmt: skip
+    """dL / d(score, all terms added) of a tile of pairs; those scores (if HIDES, -inf where hidden), and those before
+    the terms. ``lse_i`` is in the scores' unit."""
+    s = score(tl.dot(q_i, tl.trans(k_j), input_precision=PRECISION), scale, softcap, SOFTCAP, NATURAL)
+    dp = tl.dot(do_i, tl.trans(v_j), input_precision=PRECISION)
+    capped = s
+    s = with_terms(
+        s, offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k, terms, BIAS_FN, BIAS_AXES, MASK_FN, MASK_AXES
+    )  # fmt: skip
+    p = weights(s, lse_i[:, None], NATURAL)
+    if MASKED:
+        ok = visible(offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
+        if HIDES:
+            s = tl.where(ok, s, float("-inf"))
+        else:
+            p = tl.where(ok, p, 0.0)
+    if DROPOUT:
+        dp = kept(dp * keep_scale, offs_m[:, None], offs_n[None, :], terms, DROPOUT)
+    ds = p * (dp - delta_i[:, None])
+    if HIDES:
+        ds = tl.where(s == float("-inf"), 0.0, ds)
+    return ds, s, capped
 
 
 @triton.jit
@@ -230,10 +293,16 @@ def _row_products(out, dout, start, stride_om, stride_dom, lo, hi, DIM: tl.const
 
 @triton.jit(do_not_specialize=SIZES)
 def _attn_bwd_dq_kernel(
-    q, k, v, dout, out, lse, dlse, delta, dq, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+    q, k, v, dout, out, lse, dlse, delta, dq, dslopes, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+    alibi_slopes, bias, mask, dropout_seed,
+    bias_aux0, bias_aux1, bias_aux2, bias_aux3, mask_aux0, mask_aux1, mask_aux2, mask_aux3,
     stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     stride_dob, stride_dom, stride_doh, stride_dlb, stride_dlh, stride_dlm,
     batch, num_heads, group_size, seqlen_q, seqlen_k, window_left, window_right, softmax_scale, softcap,
+    stride_ab, stride_bb, stride_bh, stride_bm, stride_bn, bias_rows, bias_keys,
+    stride_mb, stride_mh, stride_mm, stride_mn, mask_rows, mask_keys, threshold, keep_scale,
+    BIAS_FN: tl.constexpr, BIAS_AXES: tl.constexpr, MASK_FN: tl.constexpr, MASK_AXES: tl.constexpr,
+    NATURAL: tl.constexpr, HIDES: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr,
     UNIT: tl.constexpr, WIDE: tl.constexpr,
@@ -290,10 +359,19 @@ def _attn_bwd_dq_kernel(
     lse_i = tl.load(lse + first_lse + offs_m, mask=offs_m < used_q, other=0.0)
     delta_i = tl.where(lse_i == float("-inf"), 0.0, delta_i)
     tl.store(delta + first_lse + offs_m, delta_i, mask=offs_m < used_q)
-    lse_i = lse_i * LOG2_E
+    if not NATURAL:
+        lse_i = lse_i * LOG2_E
     q_i = load_tile(q, start_m, stride_qm, seeing_lo, seeing_hi, HEAD_DIM, BLOCK_M, BLOCK_D, UNIT, WIDE, True)
     dq_i = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    scale = softmax_scale if SOFTCAP else softmax_scale * LOG2_E
+    slope_i = tl.zeros([BLOCK_M], tl.float32)
+    terms = make_terms(
+        b, h, q_start, k_start, alibi_slopes, stride_ab,
+        bias, (stride_bb, stride_bh, stride_bm, stride_bn, bias_rows, bias_keys),
+        mask, (stride_mb, stride_mh, stride_mm, stride_mn, mask_rows, mask_keys),
+        (bias_aux0, bias_aux1, bias_aux2, bias_aux3), (mask_aux0, mask_aux1, mask_aux2, mask_aux3),
+        dropout_seed, threshold, NATURAL,
+    )  # fmt: skip
+    scale = softmax_scale if SOFTCAP or NATURAL else softmax_scale * LOG2_E
 
     lo, hi = key_range(start_m, start_m + BLOCK_M, used_q, used_k, left, right)
     full_lo, full_hi = full_key_range(start_m, start_m + BLOCK_M, used_q, used_k, left, right)
@@ -306,13 +384,19 @@ def _attn_bwd_dq_kernel(
             start = lo if part == 0 else (full_lo if part == 1 else full_hi)
             end = full_lo if part == 0 else (full_hi if part == 1 else hi)
             for _ in range(1 if ALONE else once(start, end)):
-                dq_i = _accumulate_dq(
-                    dq_i, q_i, do_i, lse_i, delta_i, k, v, stride_kn, stride_vn, start, end, offs_m, used_q, used_k,
-                    seen_lo, left, right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, HAS_LEFT, HAS_RIGHT, PRECISION,
+                dq_i, slope_i = _accumulate_dq(
+                    dq_i, slope_i, q_i, do_i, lse_i, delta_i, k, v, stride_kn, stride_vn, start, end, offs_m, used_q,
+                    used_k, seen_lo, left, right, scale, softcap, terms, keep_scale, HEAD_DIM, HEAD_DIM_V, SOFTCAP, HAS_LEFT,
+                    HAS_RIGHT, BIAS_FN, BIAS_AXES, MASK_FN, MASK_AXES, NATURAL, HIDES, DROPOUT, dslopes is not None, PRECISION,
                     BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, WIDE, part != 1,
                 )  # fmt: skip
 
-    dq += (row0 * num_heads + h) * HEAD_DIM
     sees = (offs_m >= seeing_lo) & (offs_m < seeing_hi)
-    dq_i = tl.where(sees[:, None], dq_i * softmax_scale, 0.0)
-    store_tile(dq, start_m, num_heads * HEAD_DIM, q_rows, dq_i, HEAD_DIM, BLOCK_M, BLOCK_D, WIDE)
+    if HIDES:
+        sees = sees & (lse_i > float("-inf"))
+    if dslopes is not None:
+        tl.store(dslopes + first_lse + offs_m, tl.where(sees, slope_i, 0.0), mask=offs_m < q_rows)
+    if dq is not None:
+        dq += (row0 * num_heads + h) * HEAD_DIM
+        dq_i = tl.where(sees[:, None], dq_i * softmax_scale, 0.0)
+        store_tile(dq, start_m, num_heads * HEAD_DIM, q_rows, dq_i, HEAD_DIM, BLOCK_M, BLOCK_D, WIDE)

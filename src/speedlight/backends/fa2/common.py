@@ -154,17 +154,17 @@ def tanh(x):
 
 
 @triton.jit
-def score(s, scale, softcap, SOFTCAP: tl.constexpr):
-    """q.k to the score in log2 units. Without softcap ``scale`` carries log2 e."""
+def score(s, scale, softcap, SOFTCAP: tl.constexpr, NATURAL: tl.constexpr = False):
+    """q.k to the score, in log2 units unless NATURAL. Without softcap ``scale`` carries the log2 e."""
     if SOFTCAP:
-        s = tanh(s * (scale / softcap)) * (softcap * LOG2_E)
+        s = tanh(s * (scale / softcap)) * (softcap if NATURAL else softcap * LOG2_E)
     else:
         s = s * scale
     return s
 
 
 @triton.jit
-def softcap_gradient(s, softcap):
-    """d score / d (scale q.k), from the capped score in log2 units: 1 - tanh^2."""
-    t = s / (softcap * LOG2_E)
+def softcap_gradient(s, softcap, NATURAL: tl.constexpr = False):
+    """d score / d (scale q.k), from the capped score: 1 - tanh^2."""
+    t = s / (softcap if NATURAL else softcap * LOG2_E)
     return 1 - t * t

@@ -33,24 +33,29 @@ from .common import (
     used_length,
     visible,
 )
+from .terms import kept, make_terms, take_part, weights, with_terms
 
 
 @triton.jit
 def _attend(acc, l_i, m_i, q, k, v, stride_kn, stride_vn, start, end, offs_m, seqlen_q, seqlen_k, seen_lo, left, right,
-            scale, softcap, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, SOFTCAP: tl.constexpr,
-            SCALE_FIRST: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
-            BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr,
-            WIDE: tl.constexpr,
+            scale, softcap, terms, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, SOFTCAP: tl.constexpr,
+            SCALE_FIRST: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BIAS_FN: tl.constexpr,
+            BIAS_AXES: tl.constexpr, MASK_FN: tl.constexpr, MASK_AXES: tl.constexpr, NATURAL: tl.constexpr,
+            HIDES: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+            BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
             MASKED: tl.constexpr):  # fmt: skip
     """Fold the key blocks of [start, end) into (acc, l_i, m_i)."""
     for n in tl.range(start, end, BLOCK_N):
         # Keys that no row sees load as zeros: a NaN there would survive the product with a weight of 0.
         k_j = load_tile(k, n, stride_kn, seen_lo, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D, UNIT, WIDE, MASKED)
         s = tl.dot(q, tl.trans(k_j), input_precision=PRECISION)
+        offs_n = n + tl.arange(0, BLOCK_N)
         if SCALE_FIRST:
-            s = score(s, scale, softcap, SOFTCAP)
+            s = score(s, scale, softcap, SOFTCAP, NATURAL)
+            s = with_terms(
+                s, offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k, terms, BIAS_FN, BIAS_AXES, MASK_FN, MASK_AXES
+            )  # fmt: skip
         if MASKED:
-            offs_n = n + tl.arange(0, BLOCK_N)
             ok = visible(offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
             s = tl.where(ok, s, float("-inf"))
         if SCALE_FIRST:
@@ -58,16 +63,19 @@ def _attend(acc, l_i, m_i, q, k, v, stride_kn, stride_vn, start, end, offs_m, se
         else:
             m_new = tl.maximum(m_i, tl.max(s, 1) * scale)
         m_safe = m_new
-        if MASKED:
+        if MASKED or HIDES:
             m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key yet: exp2(-inf - 0) = 0, not NaN
         if SCALE_FIRST:
-            p = tl.exp2(s - m_safe[:, None])
+            p = weights(s, m_safe[:, None], NATURAL)
         else:
             p = tl.exp2(s * scale - m_safe[:, None])
-        alpha = tl.exp2(m_i - m_safe)
+        alpha = weights(m_i, m_safe, NATURAL)
         l_i = l_i * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         v_j = load_tile(v, n, stride_vn, seen_lo, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, UNIT, WIDE, MASKED)
+        if HIDES:
+            v_j = take_part(v_j, s)
+        p = kept(p, offs_m[:, None], offs_n[None, :], terms, DROPOUT)
         acc = tl.dot(p.to(v_j.dtype), v_j, acc, input_precision=PRECISION)
         m_i = m_new
     return acc, l_i, m_i
@@ -75,15 +83,23 @@ def _attend(acc, l_i, m_i, q, k, v, stride_kn, stride_vn, start, end, offs_m, se
 
 # Lengths and counts vary from call to call: one compilation serves them all. Strides stay specialised, as their
 # divisibility by 16 is what lets loads be vectorised.
-SIZES = ["batch", "num_heads", "group_size", "seqlen_q", "seqlen_k", "heads_together", "window_left", "window_right"]
+SIZES = [
+    "batch", "num_heads", "group_size", "seqlen_q", "seqlen_k", "heads_together", "window_left", "window_right",
+    "bias_rows", "bias_keys", "mask_rows", "mask_keys", "threshold",
+]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _attn_fwd_kernel(
-    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, bias, mask, sink, dropout_seed,
+    bias_aux0, bias_aux1, bias_aux2, bias_aux3, mask_aux0, mask_aux1, mask_aux2, mask_aux3,
     stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     batch, num_heads, group_size, seqlen_q, seqlen_k, heads_together, window_left, window_right,
     softmax_scale, softcap,
+    stride_ab, stride_bb, stride_bh, stride_bm, stride_bn, bias_rows, bias_keys,
+    stride_mb, stride_mh, stride_mm, stride_mn, mask_rows, mask_keys, threshold, keep_scale,
+    BIAS_FN: tl.constexpr, BIAS_AXES: tl.constexpr, MASK_FN: tl.constexpr, MASK_AXES: tl.constexpr,
+    NATURAL: tl.constexpr, HIDES: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr,
     UNIT: tl.constexpr, WIDE: tl.constexpr,
@@ -131,7 +147,14 @@ def _attn_fwd_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    scale = softmax_scale if SOFTCAP else softmax_scale * LOG2_E
+    scale = softmax_scale if SOFTCAP or NATURAL else softmax_scale * LOG2_E
+    terms = make_terms(
+        b, h, q_start, k_start, alibi_slopes, stride_ab,
+        bias, (stride_bb, stride_bh, stride_bm, stride_bn, bias_rows, bias_keys),
+        mask, (stride_mb, stride_mh, stride_mm, stride_mn, mask_rows, mask_keys),
+        (bias_aux0, bias_aux1, bias_aux2, bias_aux3), (mask_aux0, mask_aux1, mask_aux2, mask_aux3),
+        dropout_seed, threshold, NATURAL,
+    )  # fmt: skip
 
     lo, hi = key_range(start_m, start_m + BLOCK_M, used_q, used_k, left, right)
     full_lo, full_hi = full_key_range(start_m, start_m + BLOCK_M, used_q, used_k, left, right)
@@ -148,14 +171,35 @@ def _attn_fwd_kernel(
             for _ in range(1 if ALONE else once(start, end)):
                 acc, l_i, m_i = _attend(
                     acc, l_i, m_i, q_i, k, v, stride_kn, stride_vn, start, end, offs_m, used_q, used_k, seen_lo, left,
-                    right, scale, softcap, HEAD_DIM, HEAD_DIM_V, SOFTCAP, SCALE_FIRST, HAS_LEFT, HAS_RIGHT, PRECISION,
-                    BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, WIDE, part != 1,
+                    right, scale, softcap, terms, HEAD_DIM, HEAD_DIM_V, SOFTCAP, SCALE_FIRST, HAS_LEFT, HAS_RIGHT,
+                    BIAS_FN, BIAS_AXES, MASK_FN, MASK_AXES, NATURAL, HIDES, DROPOUT, PRECISION, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT,
+                    WIDE, part != 1,
                 )  # fmt: skip
 
     # Padding rows computed something from zeros; they count as rows that see nothing.
-    nothing = (l_i == 0) | (offs_m >= used_q)
+    padding = offs_m >= used_q
+    empty = l_i == 0
+    if sink is not None:
+        # One more weight, without a value. Where there is no other, lse is the sink, exactly.
+        sink_h = tl.load(sink + h).to(tl.float32)
+        sink_i = tl.zeros([BLOCK_M], tl.float32) + (sink_h if NATURAL else sink_h * LOG2_E)
+        m_new = tl.maximum(m_i, sink_i)
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = weights(m_i, m_safe, NATURAL)
+        l_i = l_i * alpha + weights(sink_i, m_safe, NATURAL)
+        acc = acc * alpha[:, None]
+        m_i = m_new
+    nothing = (l_i == 0) | padding
     l_safe = tl.where(nothing, 1.0, l_i)
-    o_i = tl.where(nothing[:, None], 0.0, acc / l_safe[:, None])
-    lse_i = tl.where(nothing, float("-inf"), (m_i + tl.log2(l_safe)) * LN_2)
+    o_i = tl.where((nothing | empty)[:, None], 0.0, acc / l_safe[:, None])
+    if DROPOUT:
+        o_i = o_i * keep_scale
+    if NATURAL:
+        lse_i = m_i + tl.log2(l_safe) * LN_2
+    else:
+        lse_i = (m_i + tl.log2(l_safe)) * LN_2
+    if sink is not None:
+        lse_i = tl.where(empty, sink_h, lse_i)
+    lse_i = tl.where(nothing, float("-inf"), lse_i)
     store_tile(out, start_m, stride_om, q_rows, o_i, HEAD_DIM_V, BLOCK_M, BLOCK_DV, WIDE)
     tl.store(lse + offs_m, lse_i, mask=offs_m < q_rows)

@@ -49,6 +49,15 @@ def supports(problem: AttentionProblem, target: Target) -> str | None:
         return f"it is written for Hopper (sm_90), and this is {target}"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"it takes float16 and bfloat16 inputs, got {problem.dtype}"
+    for name, used in (
+        ("alibi_slopes", problem.alibi_batched is not None),
+        ("bias", problem.bias is not None or problem.bias_fn is not None),
+        ("mask", problem.mask is not None or problem.mask_fn is not None),
+        ("sink", problem.sink),
+        ("dropout", problem.dropout_threshold > 0),
+    ):
+        if used:
+            return f"{name} is not supported yet"
     return fa2.supports(problem, target) or unverified()
 
 
