@@ -202,7 +202,7 @@ def _measure(method: str, seqlen: int, problem: Problem, left: float) -> Point:
     job = json.dumps({"method": method, "seqlen": seqlen, "problem": asdict(problem)})
     command = [sys.executable, "-m", "speedlight.demo.measure", job]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=left + 20)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=left + 60)
     except subprocess.TimeoutExpired:
         return Point(method, seqlen, float("nan"), None, stopped="out of time")
     if done.returncode == 0:
