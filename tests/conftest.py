@@ -11,7 +11,9 @@ import sys
 import pytest
 import torch
 
-os.environ["SPEEDLIGHT_FA3_BACKWARD"] = "1"  # tested here, not yet the default
+# Tested here, not yet the default.
+os.environ["SPEEDLIGHT_FA3_BACKWARD"] = "1"
+os.environ["SPEEDLIGHT_FA2_TERMS"] = "1"
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     import interpreter

@@ -99,6 +99,20 @@ class AttentionProblem:
         return self.window_left is None and self.window_right == 0
 
     @property
+    def has_bias(self) -> bool:
+        return self.bias is not None or self.bias_fn is not None
+
+    @property
+    def hides(self) -> bool:
+        """Whether pairs are hidden by value: by a mask, or by a bias of -inf."""
+        return self.has_bias or self.mask is not None or self.mask_fn is not None
+
+    @property
+    def has_terms(self) -> bool:
+        """Whether anything is added to scores or hides them, besides a window."""
+        return self.alibi_batched is not None or self.hides
+
+    @property
     def keep_scale(self) -> float:
         """1 / P(keep), from the probability that the threshold realises."""
         return DROPOUT_LEVELS / (DROPOUT_LEVELS - self.dropout_threshold)

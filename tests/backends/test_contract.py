@@ -34,19 +34,19 @@ _HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9
 BACKENDS = ("cpu", *(("fa1", "fa2") if _TRITON else ()), *(("fa3",) if _HOPPER else ()))
 
 
-# What `fa2` leaves to `cpu`.
-_NOT_FA2 = {"alibi", "bias", "bias_fn", "mask", "mask_fn", "sink", "dropout", "float64"}
+# What `fa3` leaves to `fa2`.
+_NOT_FA3 = {"alibi", "bias", "bias_fn", "mask", "mask_fn", "sink", "dropout", "float32"}
 _FA1 = {"causal", "gqa", "dv", "layout", "lse_grad", "bfloat16", "float16"}  # and float32 in the interpreter
 
 
 def _may_refuse(backend: str, case: Case) -> bool:
-    """`cpu` serves everything, `fa2` all but _NOT_FA2 and dimensions above 256, `fa1` plain and causal attention."""
+    """`cpu` serves everything, `fa2` all but float64 and dimensions above 256, `fa1` plain and causal attention."""
     largest = max(case.head_dim, case.head_dim_v or 0)
     if backend == "fa1":
         return largest > 128 or not case.features <= _FA1
-    if backend == "fa3" and "float32" in case.features:
+    if backend == "fa3" and case.features & _NOT_FA3:
         return True
-    return backend in ("fa2", "fa3") and (largest > 256 or bool(case.features & _NOT_FA2))
+    return backend in ("fa2", "fa3") and (largest > 256 or "float64" in case.features)
 
 
 def _check(backend: str, case: Case, device: torch.device, seed: int = 0) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,8 +21,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from cases import same_segment, weighted_distance
 
-from speedlight import launch
+from speedlight import Bias, Mask, launch
 from speedlight.backends import fa3
 from speedlight.backends.contract import Needs
 from speedlight.problem import describe
@@ -48,6 +50,7 @@ class Variant:
     dlse: bool = False
     seqlen: int = 4096
     needs: Needs = ALL
+    terms: str = ""  # "tensors" or "functions": ALiBi, a bias, a mask, a sink and dropout
     options: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
@@ -75,6 +78,17 @@ def everything(head_dim: int, dtype: torch.dtype) -> Variant:
     )  # fmt: skip
 
 
+def modified(terms: str) -> Callable[[int, torch.dtype], Variant]:
+    """Causal, with everything that is added to scores or hides them, and its gradients."""
+
+    def variant(head_dim: int, dtype: torch.dtype) -> Variant:
+        needs = Needs(True, True, True, True, terms == "tensors", True)
+        options = dict(causal=True, softcap=5.0, dropout_p=0.1)
+        return Variant(terms, head_dim, dtype, seqlen=1024, group_size=2, needs=needs, terms=terms, options=options)
+
+    return variant
+
+
 def unaligned(head_dim: int, dtype: torch.dtype) -> Variant:
     """As ``everything``, with rows that start anywhere."""
     return dataclasses.replace(everything(head_dim, dtype), name="unaligned", head_dim=head_dim - 3)
@@ -90,6 +104,16 @@ def launches(backend: ModuleType, target: Target, variant: Variant) -> dict[str,
     options = dict(variant.options)
     if variant.seqused:
         options |= dict(seqused_q=lengths[:2], seqused_k=lengths[:2])
+    if variant.terms:
+        meta = functools.partial(torch.empty, device="meta")
+        options |= dict(
+            alibi_slopes=meta(heads), sink=meta(heads), dropout_seed=meta(1, dtype=torch.int64),
+            bias=meta(1, heads, variant.seqlen, variant.seqlen), mask=meta(variant.seqlen, dtype=torch.bool),
+        )  # fmt: skip
+    if variant.terms == "functions":
+        along = [(axis, meta(n)) for axis, n in (("head", heads), ("q", variant.seqlen), ("kv", variant.seqlen))]
+        segments = [(axis, meta(variant.seqlen, dtype=torch.int32)) for axis in ("q", "kv")]
+        options |= dict(bias=Bias(weighted_distance, along), mask=Mask(same_segment, segments))
     problem, inputs = describe(q, k, v, *((lengths, lengths) if variant.varlen else ()), **options)
     if variant.tf32:
         problem = dataclasses.replace(problem, fp32_precision="tf32")

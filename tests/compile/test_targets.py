@@ -32,6 +32,7 @@ from lowering import (
     deterministic,
     everything,
     launches,
+    modified,
     plain,
     unaligned,
 )
@@ -116,6 +117,12 @@ def checks() -> Iterator[Check]:
                 yield Check(fa2, target, everything(dim, torch.float32))
             if str(target) in ("sm_90", "gfx942") and dim < 256:
                 yield Check(fa2, target, unaligned(dim, half))
+        for name, dim, terms in (
+            ("sm_90", 64, "tensors"), ("sm_90", 128, "tensors"), ("sm_90", 64, "functions"), ("sm_80", 128, "tensors"),
+            ("gfx942", 64, "tensors"),
+        ):  # fmt: skip
+            if str(target) == name:
+                yield Check(fa2, target, modified(terms)(dim, half))
         for dim, *_ in fa1._TILES[family(target)]:
             yield Check(fa1, target, causal(dim, half))
         if str(target) == "sm_90":
@@ -151,9 +158,9 @@ def compiled():
 
 def spill_bound(check: Check, kernel: str) -> float:
     backend = check.backend.__name__.rpartition(".")[2]
-    dtype = "_float32" if check.variant.dtype is torch.float32 else ""
+    dtype = "_float32" if check.variant.dtype is torch.float32 else f"_{check.variant.terms}".rstrip("_")
     off, on = SPILLS.get(f"{backend} {check.target} {kernel}{dtype}", ((0, 0, 0), (0, 0, 0)))
-    row = on if check.variant.name in ("everything", "unaligned") else off
+    row = off if check.variant.name in SIMPLE else on
     dim = check.variant.block_dim
     return 1.25 * row[(dim > 64) + (dim > 128)] + 32
 

@@ -39,7 +39,7 @@ from .common import (
     visible,
 )
 from .forward import SIZES
-from .terms import distance, kept, make_terms, take_part, weights, with_terms
+from .terms import distance, kept, start_terms, take_part, weights, with_terms
 
 
 @triton.jit(do_not_specialize=["num_heads", "seqlen_q", "num_rows"])
@@ -76,12 +76,13 @@ def _attn_bwd_delta_kernel(
 
 @triton.jit
 def _accumulate_dkdv(dk, dv, k_j, v_j, q, dout, lse, delta, stride_qm, stride_dom, start, end, offs_n, seqlen_q,
-                     seqlen_k, seeing_lo, seeing_hi, left, right, scale, softcap, terms, keep_scale, HEAD_DIM: tl.constexpr,
-                     HEAD_DIM_V: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-                     BIAS_FN: tl.constexpr, BIAS_AXES: tl.constexpr, MASK_FN: tl.constexpr, MASK_AXES: tl.constexpr,
-                     NATURAL: tl.constexpr, HIDES: tl.constexpr, DROPOUT: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
-                     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                     UNIT: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+                     seqlen_k, seeing_lo, seeing_hi, left, right, scale, softcap, terms, keep_scale,
+                     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr,
+                     HAS_RIGHT: tl.constexpr, BIAS_FN: tl.constexpr, BIAS_AXES: tl.constexpr, MASK_FN: tl.constexpr,
+                     MASK_AXES: tl.constexpr, NATURAL: tl.constexpr, HIDES: tl.constexpr, DROPOUT: tl.constexpr,
+                     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+                     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
+                     MASKED: tl.constexpr):  # fmt: skip
     """Add the rows of [start, end) to (dk, dv). Everything is transposed: keys along the first axis."""
     for m in tl.range(start, end, BLOCK_M):
         offs_m = m + tl.arange(0, BLOCK_M)
@@ -107,12 +108,12 @@ def _accumulate_dkdv(dk, dv, k_j, v_j, q, dout, lse, delta, stride_qm, stride_do
             p_t = tl.where(s_t == float("-inf"), 0.0, p_t)
             do_i = take_part(do_i, s_t)
         if NEED_DV:
-            kept_t = kept(p_t, offs_m[None, :], offs_n[:, None], terms, DROPOUT)
+            kept_t = kept(p_t, offs_m[None, :], offs_n[:, None], terms)
             dv = tl.dot(kept_t.to(do_i.dtype), do_i, dv, input_precision=PRECISION)
         if NEED_DK:
             delta_i = load_row(delta, offs_m, seqlen_q, MASKED)
             if DROPOUT:
-                dp_t = kept(dp_t * keep_scale, offs_m[None, :], offs_n[:, None], terms, DROPOUT)
+                dp_t = kept(dp_t * keep_scale, offs_m[None, :], offs_n[:, None], terms)
             ds_t = p_t * (dp_t - delta_i[None, :])
             if HIDES:
                 ds_t = tl.where(s_t == float("-inf"), 0.0, ds_t)
@@ -193,12 +194,15 @@ def _attn_bwd_dkdv_kernel(
         delta_h = lse_h
         if NEED_DK:
             delta_h = delta + first_lse + tl.cast(h, tl.int64) * lse_rows
-        terms = make_terms(
-            b, h, q_start, k_start, alibi_slopes, stride_ab,
-            bias, (stride_bb, stride_bh, stride_bm, stride_bn, bias_rows, bias_keys),
-            mask, (stride_mb, stride_mh, stride_mm, stride_mn, mask_rows, mask_keys),
-            (bias_aux0, bias_aux1, bias_aux2, bias_aux3), (mask_aux0, mask_aux1, mask_aux2, mask_aux3),
-            dropout_seed, threshold, NATURAL,
+        terms = (
+            b, h, q_start, k_start, alibi_slopes,
+            (bias, (stride_bm, stride_bn, bias_rows, bias_keys), (bias_aux0, bias_aux1, bias_aux2, bias_aux3)),
+            (mask, (stride_mm, stride_mn, mask_rows, mask_keys), (mask_aux0, mask_aux1, mask_aux2, mask_aux3)),
+            dropout_seed, threshold,
+            start_terms(
+                b, h, alibi_slopes, stride_ab, bias, stride_bb, stride_bh, mask, stride_mb, stride_mh, dropout_seed,
+                NATURAL
+            ),
         )  # fmt: skip
         for part in tl.static_range(3):  # as in the forward
             if part == 1 or (part == 0 and HAS_RIGHT) or (part == 2 and (HAS_LEFT or TAIL)):
@@ -207,9 +211,9 @@ def _attn_bwd_dkdv_kernel(
                 for _ in range(1 if ALONE else once(start, end)):
                     dk_j, dv_j = _accumulate_dkdv(
                         dk_j, dv_j, k_j, v_j, q_h, dout_h, lse_h, delta_h, stride_qm, stride_dom, start, end, offs_n,
-                        used_q, used_k, seeing_lo, seeing_hi, left, right, scale, softcap, terms, keep_scale, HEAD_DIM, HEAD_DIM_V,
-                        SOFTCAP, HAS_LEFT, HAS_RIGHT, BIAS_FN, BIAS_AXES, MASK_FN, MASK_AXES, NATURAL, HIDES, DROPOUT, NEED_DK,
-                        NEED_DV, PRECISION, BLOCK_M, BLOCK_D, BLOCK_DV, UNIT, WIDE, part != 1,
+                        used_q, used_k, seeing_lo, seeing_hi, left, right, scale, softcap, terms, keep_scale, HEAD_DIM,
+                        HEAD_DIM_V, SOFTCAP, HAS_LEFT, HAS_RIGHT, BIAS_FN, BIAS_AXES, MASK_FN, MASK_AXES, NATURAL,
+                        HIDES, DROPOUT, NEED_DK, NEED_DV, PRECISION, BLOCK_M, BLOCK_D, BLOCK_DV, UNIT, WIDE, part != 1,
                     )  # fmt: skip
 
     # Keys that no row sees have gradient 0; the weights of padding keys above came from zeros.
@@ -230,9 +234,9 @@ def _accumulate_dq(dq, slope_i, q_i, do_i, lse_i, delta_i, k, v, stride_kn, stri
                    seqlen_k, seen_lo, left, right, scale, softcap, terms, keep_scale, HEAD_DIM: tl.constexpr,
                    HEAD_DIM_V: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
                    BIAS_FN: tl.constexpr, BIAS_AXES: tl.constexpr, MASK_FN: tl.constexpr, MASK_AXES: tl.constexpr,
-                   NATURAL: tl.constexpr, HIDES: tl.constexpr, DROPOUT: tl.constexpr, NEED_SLOPES: tl.constexpr, PRECISION: tl.constexpr,
-                   BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr,
-                   WIDE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+                   NATURAL: tl.constexpr, HIDES: tl.constexpr, DROPOUT: tl.constexpr, NEED_SLOPES: tl.constexpr,
+                   PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                   UNIT: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Add the keys of [start, end) to dq, and to the rows' part in the slopes' gradient. ``lse_i`` is in the scores'
     unit."""
     for n in tl.range(start, end, BLOCK_N):
@@ -241,7 +245,8 @@ def _accumulate_dq(dq, slope_i, q_i, do_i, lse_i, delta_i, k, v, stride_kn, stri
         offs_n = n + tl.arange(0, BLOCK_N)
         ds, s, capped = score_gradients(
             q_i, do_i, lse_i, delta_i, k_j, v_j, offs_m, offs_n, seqlen_q, seqlen_k, left, right, scale, softcap, terms,
-            keep_scale, SOFTCAP, HAS_LEFT, HAS_RIGHT, BIAS_FN, BIAS_AXES, MASK_FN, MASK_AXES, NATURAL, HIDES, DROPOUT, PRECISION, MASKED,
+            keep_scale, SOFTCAP, HAS_LEFT, HAS_RIGHT, BIAS_FN, BIAS_AXES, MASK_FN, MASK_AXES, NATURAL, HIDES, DROPOUT,
+            PRECISION, MASKED,
         )  # fmt: skip
         if NEED_SLOPES:
             slope_i -= tl.sum(ds * distance(offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k), 1)
@@ -275,7 +280,7 @@ def score_gradients(q_i, do_i, lse_i, delta_i, k_j, v_j, offs_m, offs_n, seqlen_
         else:
             p = tl.where(ok, p, 0.0)
     if DROPOUT:
-        dp = kept(dp * keep_scale, offs_m[:, None], offs_n[None, :], terms, DROPOUT)
+        dp = kept(dp * keep_scale, offs_m[:, None], offs_n[None, :], terms)
     ds = p * (dp - delta_i[:, None])
     if HIDES:
         ds = tl.where(s == float("-inf"), 0.0, ds)
@@ -364,12 +369,14 @@ def _attn_bwd_dq_kernel(
     q_i = load_tile(q, start_m, stride_qm, seeing_lo, seeing_hi, HEAD_DIM, BLOCK_M, BLOCK_D, UNIT, WIDE, True)
     dq_i = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     slope_i = tl.zeros([BLOCK_M], tl.float32)
-    terms = make_terms(
-        b, h, q_start, k_start, alibi_slopes, stride_ab,
-        bias, (stride_bb, stride_bh, stride_bm, stride_bn, bias_rows, bias_keys),
-        mask, (stride_mb, stride_mh, stride_mm, stride_mn, mask_rows, mask_keys),
-        (bias_aux0, bias_aux1, bias_aux2, bias_aux3), (mask_aux0, mask_aux1, mask_aux2, mask_aux3),
-        dropout_seed, threshold, NATURAL,
+    terms = (
+        b, h, q_start, k_start, alibi_slopes,
+        (bias, (stride_bm, stride_bn, bias_rows, bias_keys), (bias_aux0, bias_aux1, bias_aux2, bias_aux3)),
+        (mask, (stride_mm, stride_mn, mask_rows, mask_keys), (mask_aux0, mask_aux1, mask_aux2, mask_aux3)),
+        dropout_seed, threshold,
+        start_terms(
+            b, h, alibi_slopes, stride_ab, bias, stride_bb, stride_bh, mask, stride_mb, stride_mh, dropout_seed, NATURAL
+        ),
     )  # fmt: skip
     scale = softmax_scale if SOFTCAP or NATURAL else softmax_scale * LOG2_E
 
@@ -386,9 +393,9 @@ def _attn_bwd_dq_kernel(
             for _ in range(1 if ALONE else once(start, end)):
                 dq_i, slope_i = _accumulate_dq(
                     dq_i, slope_i, q_i, do_i, lse_i, delta_i, k, v, stride_kn, stride_vn, start, end, offs_m, used_q,
-                    used_k, seen_lo, left, right, scale, softcap, terms, keep_scale, HEAD_DIM, HEAD_DIM_V, SOFTCAP, HAS_LEFT,
-                    HAS_RIGHT, BIAS_FN, BIAS_AXES, MASK_FN, MASK_AXES, NATURAL, HIDES, DROPOUT, dslopes is not None, PRECISION,
-                    BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, WIDE, part != 1,
+                    used_k, seen_lo, left, right, scale, softcap, terms, keep_scale, HEAD_DIM, HEAD_DIM_V, SOFTCAP,
+                    HAS_LEFT, HAS_RIGHT, BIAS_FN, BIAS_AXES, MASK_FN, MASK_AXES, NATURAL, HIDES, DROPOUT,
+                    dslopes is not None, PRECISION, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, WIDE, part != 1,
                 )  # fmt: skip
 
     sees = (offs_m >= seeing_lo) & (offs_m < seeing_hi)

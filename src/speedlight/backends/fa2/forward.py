@@ -33,7 +33,7 @@ from .common import (
     used_length,
     visible,
 )
-from .terms import kept, make_terms, take_part, weights, with_terms
+from .terms import kept, start_terms, take_part, weights, with_terms
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def _attend(acc, l_i, m_i, q, k, v, stride_kn, stride_vn, start, end, offs_m, se
         v_j = load_tile(v, n, stride_vn, seen_lo, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, UNIT, WIDE, MASKED)
         if HIDES:
             v_j = take_part(v_j, s)
-        p = kept(p, offs_m[:, None], offs_n[None, :], terms, DROPOUT)
+        p = kept(p, offs_m[:, None], offs_n[None, :], terms)
         acc = tl.dot(p.to(v_j.dtype), v_j, acc, input_precision=PRECISION)
         m_i = m_new
     return acc, l_i, m_i
@@ -148,12 +148,14 @@ def _attn_fwd_kernel(
     l_i = tl.zeros([BLOCK_M], tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     scale = softmax_scale if SOFTCAP or NATURAL else softmax_scale * LOG2_E
-    terms = make_terms(
-        b, h, q_start, k_start, alibi_slopes, stride_ab,
-        bias, (stride_bb, stride_bh, stride_bm, stride_bn, bias_rows, bias_keys),
-        mask, (stride_mb, stride_mh, stride_mm, stride_mn, mask_rows, mask_keys),
-        (bias_aux0, bias_aux1, bias_aux2, bias_aux3), (mask_aux0, mask_aux1, mask_aux2, mask_aux3),
-        dropout_seed, threshold, NATURAL,
+    terms = (
+        b, h, q_start, k_start, alibi_slopes,
+        (bias, (stride_bm, stride_bn, bias_rows, bias_keys), (bias_aux0, bias_aux1, bias_aux2, bias_aux3)),
+        (mask, (stride_mm, stride_mn, mask_rows, mask_keys), (mask_aux0, mask_aux1, mask_aux2, mask_aux3)),
+        dropout_seed, threshold,
+        start_terms(
+            b, h, alibi_slopes, stride_ab, bias, stride_bb, stride_bh, mask, stride_mb, stride_mh, dropout_seed, NATURAL
+        ),
     )  # fmt: skip
 
     lo, hi = key_range(start_m, start_m + BLOCK_M, used_q, used_k, left, right)
@@ -172,8 +174,8 @@ def _attn_fwd_kernel(
                 acc, l_i, m_i = _attend(
                     acc, l_i, m_i, q_i, k, v, stride_kn, stride_vn, start, end, offs_m, used_q, used_k, seen_lo, left,
                     right, scale, softcap, terms, HEAD_DIM, HEAD_DIM_V, SOFTCAP, SCALE_FIRST, HAS_LEFT, HAS_RIGHT,
-                    BIAS_FN, BIAS_AXES, MASK_FN, MASK_AXES, NATURAL, HIDES, DROPOUT, PRECISION, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT,
-                    WIDE, part != 1,
+                    BIAS_FN, BIAS_AXES, MASK_FN, MASK_AXES, NATURAL, HIDES, DROPOUT, PRECISION, BLOCK_N, BLOCK_D,
+                    BLOCK_DV, UNIT, WIDE, part != 1,
                 )  # fmt: skip
 
     # Padding rows computed something from zeros; they count as rows that see nothing.

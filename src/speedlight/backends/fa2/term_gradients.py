@@ -2,8 +2,8 @@
 backward.py every result has one writer, so runs repeat bitwise.
 
 With dS = P * (dP - delta), dL/dbias is dS summed over the axes along which the bias is broadcast. The slopes' part of
-each row, -sum_j dS |i + Sk - Sq - j|, comes from the kernel of dQ; a sink has the weight exp(sink - lse) and no value, so
-its gradient is -sum exp(sink - lse) delta.
+each row, -sum_j dS |i + Sk - Sq - j|, comes from the kernel of dQ; a sink has the weight exp(sink - lse) and no value,
+so its gradient is -sum exp(sink - lse) delta.
 """
 
 import triton
@@ -22,7 +22,7 @@ from .common import (
     used_length,
 )
 from .forward import SIZES
-from .terms import make_terms
+from .terms import start_terms
 
 
 @triton.jit(do_not_specialize=[*SIZES, "splits"])
@@ -98,16 +98,20 @@ def _attn_bwd_dbias_kernel(
             v_j = load_tile(v_h, start_n, stride_vn, seen_lo, used_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, UNIT, WIDE, True)
             lse_i = load_row(lse + first_lse, offs_m, used_q, True)
             delta_i = load_row(delta + first_lse, offs_m, used_q, True)
-            terms = make_terms(
-                b, h, q_start, k_start, alibi_slopes, stride_ab,
-                bias, (stride_bb, stride_bh, stride_bm, stride_bn, bias_rows, bias_keys),
-                mask, (stride_mb, stride_mh, stride_mm, stride_mn, mask_rows, mask_keys),
-                (bias_aux0, bias_aux1, bias_aux2, bias_aux3), (mask_aux0, mask_aux1, mask_aux2, mask_aux3),
-                dropout_seed, threshold, NATURAL,
+            terms = (
+                b, h, q_start, k_start, alibi_slopes,
+                (bias, (stride_bm, stride_bn, bias_rows, bias_keys), (bias_aux0, bias_aux1, bias_aux2, bias_aux3)),
+                (mask, (stride_mm, stride_mn, mask_rows, mask_keys), (mask_aux0, mask_aux1, mask_aux2, mask_aux3)),
+                dropout_seed, threshold,
+                start_terms(
+                    b, h, alibi_slopes, stride_ab, bias, stride_bb, stride_bh, mask, stride_mb, stride_mh, dropout_seed,
+                    NATURAL
+                ),
             )  # fmt: skip
             ds, _s, _capped = score_gradients(
                 q_i, do_i, lse_i, delta_i, k_j, v_j, offs_m, offs_n, used_q, used_k, left, right, scale, softcap, terms,
-                keep_scale, SOFTCAP, HAS_LEFT, HAS_RIGHT, BIAS_FN, BIAS_AXES, MASK_FN, MASK_AXES, NATURAL, HIDES, DROPOUT, PRECISION, True,
+                keep_scale, SOFTCAP, HAS_LEFT, HAS_RIGHT, BIAS_FN, BIAS_AXES, MASK_FN, MASK_AXES, NATURAL, HIDES,
+                DROPOUT, PRECISION, True,
             )  # fmt: skip
             sums += ds
     own_rows = own_m * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -132,20 +132,33 @@ BACKWARD_SMALL: tuple[Row[BwdTile], ...] = (
     Row(256, BwdTile(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1))),
 )
 
+# Where scores have biases, masks, slopes or dropout, in place of the larger tiles, which would spill. Not tuned.
+FORWARD_TERMS: tuple[Row[Tile], ...] = (Row(128, Tile(64, 64, 4, 2)), Row(256, Tile(64, 32, 8, 1)))
+BACKWARD_TERMS: tuple[Row[BwdTile], ...] = (
+    Row(64, BwdTile(Tile(32, 64, 4, 2), Tile(64, 32, 4, 2))),
+    Row(128, BwdTile(Tile(32, 64, 8, 2), Tile(64, 32, 4, 2))),
+    Row(256, BwdTile(Tile(32, 32, 8, 1), Tile(32, 32, 8, 1))),
+)
+_WITH_LARGE_TILES = ("sm90", "sm100")
+
 
 def forward_tile(problem: AttentionProblem, target: Target, vectorised: bool = True) -> Tile:
     """``vectorised``: all rows start on 16 bytes."""
-    small = _small(problem, target, vectorised)
-    return _choose(FORWARD_SMALL if small else FORWARD[family(target)], problem)
+    return _choose(_table(FORWARD, FORWARD_SMALL, FORWARD_TERMS, problem, target, vectorised), problem)
 
 
 def backward_tile(problem: AttentionProblem, target: Target, vectorised: bool = True) -> BwdTile:
-    small = _small(problem, target, vectorised)
-    return _choose(BACKWARD_SMALL if small else BACKWARD[family(target)], problem)
+    return _choose(_table(BACKWARD, BACKWARD_SMALL, BACKWARD_TERMS, problem, target, vectorised), problem)
 
 
-def _small(problem: AttentionProblem, target: Target, vectorised: bool) -> bool:
-    return target.is_gpu and (problem.dtype.itemsize == 4 or not vectorised)
+def _table(
+    rows: dict[str, tuple[Row[AnyTile], ...]], small: tuple[Row[AnyTile], ...], terms: tuple[Row[AnyTile], ...],
+    problem: AttentionProblem, target: Target, vectorised: bool,
+) -> tuple[Row[AnyTile], ...]:  # fmt: skip
+    if target.is_gpu and (problem.dtype.itemsize == 4 or not vectorised):
+        return small
+    has_terms = problem.has_terms or problem.dropout_threshold > 0
+    return terms if has_terms and family(target) in _WITH_LARGE_TILES else rows[family(target)]
 
 
 def _choose(rows: tuple[Row[AnyTile], ...], problem: AttentionProblem) -> AnyTile:

@@ -51,7 +51,7 @@ def supports(problem: AttentionProblem, target: Target) -> str | None:
         return f"it takes float16 and bfloat16 inputs, got {problem.dtype}"
     for name, used in (
         ("alibi_slopes", problem.alibi_batched is not None),
-        ("bias", problem.bias is not None or problem.bias_fn is not None),
+        ("bias", problem.has_bias),
         ("mask", problem.mask is not None or problem.mask_fn is not None),
         ("sink", problem.sink),
         ("dropout", problem.dropout_threshold > 0),
