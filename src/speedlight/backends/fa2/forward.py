@@ -154,7 +154,8 @@ def _attn_fwd_kernel(
         (mask, (stride_mm, stride_mn, mask_rows, mask_keys), (mask_aux0, mask_aux1, mask_aux2, mask_aux3)),
         dropout_seed, threshold,
         start_terms(
-            b, h, alibi_slopes, stride_ab, bias, stride_bb, stride_bh, mask, stride_mb, stride_mh, dropout_seed, NATURAL
+            b, h, batch, alibi_slopes, stride_ab, bias, stride_bb, stride_bh, mask, stride_mb, stride_mh, dropout_seed,
+            NATURAL
         ),
     )  # fmt: skip
 
@@ -182,7 +183,9 @@ def _attn_fwd_kernel(
     padding = offs_m >= used_q
     empty = l_i == 0
     if sink is not None:
-        # One more weight, without a value. Where there is no other, lse is the sink, exactly.
+        # One more weight, without a value. Where there is no other, lse is the sink, exactly; but not in rows after the
+        # last sequence.
+        padding = padding | (b >= batch)
         sink_h = tl.load(sink + h).to(tl.float32)
         sink_i = tl.zeros([BLOCK_M], tl.float32) + (sink_h if NATURAL else sink_h * LOG2_E)
         m_new = tl.maximum(m_i, sink_i)

@@ -104,8 +104,8 @@ def _attn_bwd_dbias_kernel(
                 (mask, (stride_mm, stride_mn, mask_rows, mask_keys), (mask_aux0, mask_aux1, mask_aux2, mask_aux3)),
                 dropout_seed, threshold,
                 start_terms(
-                    b, h, alibi_slopes, stride_ab, bias, stride_bb, stride_bh, mask, stride_mb, stride_mh, dropout_seed,
-                    NATURAL
+                    b, h, batch, alibi_slopes, stride_ab, bias, stride_bb, stride_bh, mask, stride_mb, stride_mh,
+                    dropout_seed, NATURAL
                 ),
             )  # fmt: skip
             ds, _s, _capped = score_gradients(

@@ -21,11 +21,12 @@ ROUNDS = tl.constexpr(dropout.ROUNDS)
 
 
 @triton.jit
-def start_terms(b, h, alibi_slopes, stride_ab, bias, stride_bb, stride_bh, mask, stride_mb, stride_mh, dropout_seed,
-                NATURAL: tl.constexpr):  # fmt: skip
+def start_terms(b, h, batch, alibi_slopes, stride_ab, bias, stride_bb, stride_bh, mask, stride_mb, stride_mh,
+                dropout_seed, NATURAL: tl.constexpr):  # fmt: skip
     """What is the same for all pairs of a batch entry and head: the slope, where bias and mask start, and the key and
     counter of dropout; 0 for what is not used, as a function cannot return None."""
     slope, bias_h, mask_h, key, counter_xor = 0.0, 0, 0, 0, 0
+    b = tl.minimum(b, batch - 1)  # rows after the last sequence have no keys, but what follows is read for them, too
     if alibi_slopes is not None:
         slope = tl.load(alibi_slopes + b * stride_ab + h)
         if not NATURAL:
