@@ -17,7 +17,7 @@ if target.triton_problem() is not None:
 if target.interpreting():
     pytest.skip("the interpreter has no plans", allow_module_level=True)
 
-from speedlight import launch
+from speedlight import Mask, launch
 from speedlight.backends import fa2, fa3
 from speedlight.backends.contract import Needs
 from speedlight.problem import describe
@@ -52,7 +52,10 @@ def recorded(monkeypatch):
         given = getattr(given, "base", given)
         return given.data_ptr() if hasattr(given, "data_ptr") else given
 
-    for name in ("_attn_fwd_kernel", "_attn_bwd_delta_kernel", "_attn_bwd_dkdv_kernel", "_attn_bwd_dq_kernel"):
+    for name in (
+        "_attn_fwd_kernel", "_attn_bwd_delta_kernel", "_attn_bwd_dkdv_kernel", "_attn_bwd_dq_kernel",
+        "_attn_bwd_dbias_kernel", "_attn_bwd_heads_kernel",
+    ):  # fmt: skip
         monkeypatch.setattr(fa2, name, Kernel(name, getattr(fa2, name)))
     monkeypatch.setattr(fa3, "_attn_fwd_kernel", Kernel("fa3", fa3._attn_fwd_kernel))
     monkeypatch.setattr(fa3, "_num_sms", lambda device: 132)
@@ -63,49 +66,82 @@ def recorded(monkeypatch):
     return launches
 
 
-def _inputs(varlen: bool):
+def _same_segment(b, h, q_idx, kv_idx, seqlen_q, seqlen_k, segment_q, segment_kv):
+    return segment_q == segment_kv
+
+
+def _terms():
+    """Everything that is added to scores or hides them."""
+    segments = [(axis, torch.zeros(48, dtype=torch.int32)) for axis in ("q", "kv")]
+    return dict(
+        alibi_slopes=torch.randn(2), bias=torch.randn(1, 2, 48, 48), mask=Mask(_same_segment, segments),
+        sink=torch.randn(2), dropout_p=0.1, dropout_seed=torch.tensor([5]),
+    )  # fmt: skip
+
+
+def _named_terms(inputs):
+    aux = {f"mask_aux{n}": t for n, t in enumerate(inputs.mask_aux)}
+    names = ("alibi_slopes", "bias", "mask", "sink", "dropout_seed")
+    return {name: getattr(inputs, name) for name in names} | aux
+
+
+def _inputs(varlen: bool, terms: bool = False):
     shape = (48, 2, 64) if varlen else (1, 48, 2, 64)
     q, k, v, out, dout = (torch.randn(shape, dtype=torch.bfloat16) for _ in range(5))
     lse = torch.randn((2, 48) if varlen else (1, 2, 48))
     cu = (torch.tensor([0, 20, 48], dtype=torch.int32), torch.tensor([0, 30, 48], dtype=torch.int32))
-    problem, inputs = describe(q, k, v, *(cu if varlen else ()), causal=True)
+    problem, inputs = describe(q, k, v, *(cu if varlen else ()), causal=True, **(_terms() if terms else {}))
     return problem, inputs, out, lse, dout
 
 
 @pytest.mark.parametrize("varlen", [False, True])
-@pytest.mark.parametrize("needs", [Needs(), Needs(q=False), Needs(k=False, v=False), Needs(q=False, k=False)])
+@pytest.mark.parametrize(
+    "needs",
+    [Needs(), Needs(q=False), Needs(k=False, v=False), Needs(q=False, k=False), Needs(*[True] * 6),
+     Needs(False, False, False, False, True, True), Needs(False, False, False, True)],
+)  # fmt: skip
 @pytest.mark.parametrize("with_dlse", [False, True])
 def test_a_repeated_backward_gives_each_kernel_what_a_first_one_does(recorded, varlen, needs, with_dlse):
     passes = []
     for _ in range(2):
-        problem, inputs, out, lse, dout = _inputs(varlen)
+        of_terms = needs.alibi_slopes or needs.bias or needs.sink
+        problem, inputs, out, lse, dout = _inputs(varlen, of_terms)
         dlse = torch.randn_like(lse) if with_dlse else None
         grads = fa2.backward(problem, inputs, out, lse, dout, dlse, needs)
         roles = {
             "q": inputs.q, "k": inputs.k, "v": inputs.v, "out": out, "lse": lse, "dout": dout, "dlse": dlse,
             "dq": grads.q, "dk": grads.k, "dv": grads.v,
             "cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k,
-            "seqused_q": None, "seqused_k": None,
+            **_named_terms(inputs),
         }  # fmt: skip
-        deltas = set()
+        if not needs.sink:
+            roles["sink"] = None
+        own: dict[str, set] = {name: set() for name in ("delta", "dslopes", "dslope", "dsink", "dbias")}
         for _, pointers in recorded:
-            deltas.add(pointers.pop("delta"))
-            assert pointers == {name: t if t is None else t.data_ptr() for name, t in roles.items() if name in pointers}
-        assert len(deltas) == 1  # written by the first kernel, read by the other
+            for name in own.keys() & pointers.keys():
+                own[name].add(pointers.pop(name))
+            for name, pointer in pointers.items():
+                assert pointer == (None if roles.get(name) is None else roles[name].data_ptr()), name
+        assert len(own["delta"]) == 1  # written by the first kernel, read by the others
+        assert len(own["dslopes"] - {None}) == needs.alibi_slopes
         passes.append([(name, sorted(pointers)) for name, pointers in recorded])
         recorded.clear()
     assert passes[0] == passes[1]
-    assert len(passes[0]) == (needs.q or needs.k) + (needs.k or needs.v)
+    per_head = needs.alibi_slopes or needs.sink
+    assert len(passes[0]) == (needs.q or needs.k or of_terms) + (needs.k or needs.v) + per_head + needs.bias
 
 
 @pytest.mark.parametrize("varlen", [False, True])
-def test_a_repeated_forward_does_too(recorded, varlen):
+@pytest.mark.parametrize("terms", [False, True])
+def test_a_repeated_forward_does_too(recorded, varlen, terms):
     for n in range(2):
-        problem, inputs, *_ = _inputs(varlen)
+        problem, inputs, *_ = _inputs(varlen, terms)
         out, lse = fa2.forward(problem, inputs)
         [(_, pointers)] = recorded
-        expected = (*inputs[:3], out, lse, *inputs[3:7])
-        assert list(pointers.values()) == [None if t is None else t.data_ptr() for t in expected], n
+        names = inputs._fields[:7]
+        roles = dict(zip(names, inputs, strict=False)) | {"out": out, "lse": lse} | _named_terms(inputs)
+        for name, pointer in pointers.items():
+            assert pointer == (None if roles.get(name) is None else roles[name].data_ptr()), (n, name)
         recorded.clear()
     assert len(launch._PLANS) == 1
 
@@ -152,3 +188,16 @@ def test_what_tma_cannot_address_goes_to_fa2(recorded, monkeypatch):
         [(name, _)] = recorded
         assert name == "fa3"
         recorded.clear()
+
+
+@pytest.mark.parametrize("name", ["alibi_slopes", "bias", "mask", "sink", "dropout_p"])
+def test_what_has_not_run_on_a_gpu_is_refused_there_until_asked_for(name, monkeypatch):
+    terms = _terms()
+    options = {name: terms[name]} | ({"dropout_seed": terms["dropout_seed"]} if name == "dropout_p" else {})
+    problem, _ = describe(*[torch.empty(1, 48, 2, 64, dtype=torch.bfloat16)] * 3, **options)
+    for asked_for in (False, True):
+        monkeypatch.setattr(fa2, "TERMS_ON_GPU", asked_for)
+        reason = fa2.supports(problem, Target("cuda", 90))
+        assert reason is None if asked_for else "SPEEDLIGHT_FA2_TERMS" in reason
+        monkeypatch.setattr(fa3, "unverified", lambda: None)
+        assert "not supported" in fa3.supports(problem, Target("cuda", 90))
