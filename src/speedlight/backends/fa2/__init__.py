@@ -108,25 +108,26 @@ def backward(
         tensors["dlse"] = dlse
     if not problem.plain:
         add_lengths(tensors, inputs)
-    device = problem.device
-
-    def build() -> list[Launch]:
-        tile = backward_tile(problem, target_of(device), vectorised(problem, (q, k, v, dout)))
-        launches = []
-        if needs.q:
-            launches.append(dq_launch(problem, tensors, tile.dq))
-        elif needs.k:
-            launches.append(delta_launch(problem, tensors))
-        if needs.k or needs.v:
-            launches.append(dkdv_launch(problem, tensors, tile.dkdv))
-        return launches
-
     key = (
         "fa2.backward", problem, q.stride(), k.stride(), v.stride(), dout.stride(),
         None if dlse is None else dlse.stride(), needs.q, needs.k, needs.v,
     )  # fmt: skip
-    launch.run(key, device, tensors, build)
+    launch.run(key, problem.device, tensors, lambda: backward_launches_for(problem, tensors))
     return Grads(dq, dk, dv)
+
+
+def backward_launches_for(problem: AttentionProblem, tensors: Tensors) -> list[Launch]:
+    """As forward_launch_for. The gradients asked for are in ``tensors``."""
+    read = tensors["q"], tensors["k"], tensors["v"], tensors["dout"]
+    tile = backward_tile(problem, target_of(problem.device), vectorised(problem, read))
+    launches = []
+    if "dq" in tensors:
+        launches.append(dq_launch(problem, tensors, tile.dq))
+    elif "dk" in tensors:
+        launches.append(delta_launch(problem, tensors))
+    if "dk" in tensors or "dv" in tensors:
+        launches.append(dkdv_launch(problem, tensors, tile.dkdv))
+    return launches
 
 
 # Launch records. Tensors may be on the meta device: nothing here reads a value.
