@@ -65,8 +65,15 @@ def test_lse_delta_and_dq_of_each_row(varlen, head_dim, tile, device):
     dq = torch.full_like(q, math.nan)
     tensors = {"out": out, "dout": dout, "lse": lse, "dlse": dlse, "lse2": lse2, "delta": delta, "dq_sum": in_order}
     tensors |= {"dq": dq, "cu_seqlens_q": cu} if varlen else {"dq": dq}
-    for record in (fa3.preprocess_launch(problem, tensors, tile), fa3.convert_launch(problem, tensors, tile)):
+
+    def launch(record):
         record.kernel[record.grid](*record.bound(), num_warps=record.num_warps)
+
+    cleared = torch.full_like(in_order, math.nan)
+    launch(fa3.preprocess_launch(problem, tensors | {"dq_sum": cleared}, tile))
+    launch(fa3.convert_launch(problem, tensors | {"dq_sum": cleared}, tile))
+    assert dq.count_nonzero() == 0  # also where no sequence is
+    launch(fa3.convert_launch(problem, tensors, tile))
 
     # As (rows, heads, ...), and the first tile and row of each sequence.
     flat = [t.flatten(0, -3).float() for t in (out, dout, dq)]

@@ -99,7 +99,7 @@ def backward(
         tensors["dq"] = dq = new(q)
         if not apart:
             sum_shape = q.shape if tile.bulk_dq else (rows, block_dim(problem.head_dim))
-            tensors["dq_sum"] = q.new_zeros(*sum_shape, dtype=torch.float32)
+            tensors["dq_sum"] = q.new_empty(*sum_shape, dtype=torch.float32)
     if needs.k:
         tensors["dk"] = dk = new(k)
     if needs.v:
@@ -245,9 +245,12 @@ def preprocess_launch(problem: AttentionProblem, tensors: Tensors, tile: BwdTile
         **dlse_strides(problem, tensors),
         "softmax_scale": problem.softmax_scale,
         "START": _starts_at_lse(problem, tile),
+        "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_D": block_dim(problem.head_dim),
         "BLOCK_DV": block_dim(problem.head_dim_v),
         "UNIT": unit,
+        "BULK": tile.bulk_dq,
     }
     return _by_rows(_attn_bwd_preprocess_kernel, problem, tensors, tile, args)
 

@@ -20,13 +20,14 @@ def _locate_rows(tile, cu_seqlens_q, batch, seqlen_q, BLOCK_M: tl.constexpr):
 
 @triton.jit(do_not_specialize=["batch", "num_heads", "seqlen_q"])
 def _attn_bwd_preprocess_kernel(
-    out, dout, lse, dlse, lse2, delta, cu_seqlens_q,
+    out, dout, lse, dlse, lse2, delta, dq_sum, cu_seqlens_q,
     stride_dob, stride_dom, stride_doh, stride_dlb, stride_dlh, stride_dlm,
     batch, num_heads, seqlen_q,
     softmax_scale,
-    HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, START: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, START: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(out * dout) - dlse, and lse in log2 units, for one tile of rows and one head.
+    """delta = rowsum(out * dout) - dlse, lse in log2 units, and zeros in dq_sum, for one tile of rows and one head.
 
     Rows past the sequence, and rows that see nothing, get lse2 = inf, so that their weights are 0, and delta 0. Row
     16 a + 8 b + 2 c + d of a tile is at 16 a + 4 c + 2 b + d, so that a thread of the backward kernel finds its rows
@@ -55,6 +56,14 @@ def _attn_bwd_preprocess_kernel(
     tl.store(lse2 + to, lse_i / -softmax_scale if START else lse_i * LOG2_E)
     delta_i = tl.where(empty, 0.0, delta_i)
     tl.store(delta + to, -delta_i if START else delta_i)
+    if dq_sum is not None:
+        d = tl.arange(0, BLOCK_D)
+        zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        if BULK:
+            tl.store(dq_sum + row * HEAD_DIM + d[None, :], zeros, mask=inside[:, None] & (d < HEAD_DIM)[None, :])
+        else:
+            tile = dq_sum + tl.cast(pid, tl.int64) * (BLOCK_M * BLOCK_D)
+            tl.store(tile + i[:, None] * BLOCK_D + d[None, :], zeros)
 
 
 @triton.jit(do_not_specialize=["batch", "num_heads", "seqlen_q"])
