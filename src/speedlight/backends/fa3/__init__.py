@@ -87,12 +87,14 @@ def backward(
     # By a kernel of its own dQ has the same bits every time, and any number of columns.
     apart = problem.deterministic or max(problem.head_dim, problem.head_dim_v) > 128 or not (needs.k or needs.v)
     tile = backward_tile(problem, apart)
-    # lse2 and delta are by tile of rows, then head, as is the sum that threads add to.
+    # lse_delta is by tile of rows, then head, as is the sum that threads add to.
     blocks = tiles_of(problem, problem.seqlen_q, tile.block_m) * problem.num_heads
     rows = blocks * tile.block_m
+    lse_delta = q.new_empty(2 * rows, dtype=torch.float32)
     tensors = {
-        "q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "lse2": q.new_empty(rows, dtype=torch.float32),
-        "delta": q.new_empty(rows, dtype=torch.float32), "counter": _counter(problem.device),
+        "q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "lse_delta": lse_delta,
+        "delta": lse_delta,  # for fa2's kernels
+        "counter": _counter(problem.device),
     }  # fmt: skip
     dq = dk = dv = None
     if needs.q:
@@ -355,14 +357,12 @@ def backward_launch(problem: AttentionProblem, tensors: Tensors, tile: BwdTile, 
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
     blocks_q, blocks_kv = (1, tile.block_m, 1, block_d), (1, 64 if tile.apart else tile.block_n, 1, block_d)
-    rows = tuple(tensors["lse2"].shape)
     descriptors = {
         "q": _descriptor(problem, tensors, "q", blocks_q),
         "k": _descriptor(problem, tensors, "k", blocks_kv),
         "v": _descriptor(problem, tensors, "v", (*blocks_kv[:3], block_dv)),
         "dout": _descriptor(problem, tensors, "dout", (*blocks_q[:3], block_dv)),
-        "lse2": Descriptor("lse2", rows, (1,), (tile.block_m,)),
-        "delta": Descriptor("delta", rows, (1,), (tile.block_m,)),
+        "lse_delta": Descriptor("lse_delta", tuple(tensors["lse_delta"].shape), (1,), (tile.block_m,)),
     }
     for name, dim in (("dk", block_d), ("dv", block_dv)):
         if name in tensors:
