@@ -201,3 +201,29 @@ def test_what_has_not_run_on_a_gpu_is_refused_there_until_asked_for(name, monkey
         assert reason is None if asked_for else "SPEEDLIGHT_FA2_TERMS" in reason
         monkeypatch.setattr(fa3, "unverified", lambda: None)
         assert "not supported" in fa3.supports(problem, Target("cuda", 90))
+
+
+@pytest.mark.parametrize("needs", [Needs(), Needs(k=False, v=False), Needs(q=False, k=False)])
+def test_what_tma_cannot_address_has_gradients_by_fa2(recorded, monkeypatch, needs):
+    """By its kernels, from the tensors that fa3 has allocated."""
+    monkeypatch.setattr(fa3, "OWN_BACKWARD", True)
+    monkeypatch.setattr(fa3, "_counter", lambda device: torch.zeros(2, dtype=torch.int32))
+    problem, inputs, out, lse, dout = _inputs(varlen=False)
+    odd = torch.randn(1, 48, 2, 72, dtype=torch.bfloat16)[..., 1:65]
+    for name in ("q", "k", "v", "dout"):
+        given = inputs if name == "dout" else inputs._replace(**{name: odd})
+        gradient = odd if name == "dout" else dout
+        for _ in range(2):  # built, and repeated
+            grads = fa3.backward(problem, given, out, lse, gradient, None, needs)
+            roles = {
+                "q": given.q, "k": given.k, "v": given.v, "out": out, "lse": lse, "dout": gradient,
+                "dq": grads.q, "dk": grads.k, "dv": grads.v,
+            }  # fmt: skip
+            assert len(recorded) == needs.q + (needs.k or needs.v)
+            for kernel, pointers in recorded:
+                assert kernel in ("_attn_bwd_dq_kernel", "_attn_bwd_dkdv_kernel")
+                assert pointers["delta"] is not None
+                for role in roles.keys() & pointers.keys():
+                    assert pointers[role] == (None if roles[role] is None else roles[role].data_ptr()), (name, role)
+            assert len({pointers["delta"] for _, pointers in recorded}) == 1
+            recorded.clear()

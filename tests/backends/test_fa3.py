@@ -192,8 +192,8 @@ def test_backward_takes_every_block_of_rows_that_sees_a_key_and_masks_those_with
 def test_dq_apart_takes_every_block_of_keys_and_masks_those_with_a_hidden_pair(tile, window):
     for seqlen_q, seqlen_k in LENGTHS:
         problem, q, k = problem_of(seqlen_q, seqlen_k, window, 64)
-        sums = {name: torch.empty(512, device="meta") for name in ("lse2", "delta")}
-        tensors = {"q": q, "k": k, "v": k, "dout": q, "dq": q, **sums}
+        lse_delta = torch.empty(1024, device="meta")
+        tensors = {"q": q, "k": k, "v": k, "dout": q, "dq": q, "lse_delta": lse_delta}
         args = fa3.dq_launch(problem, tensors, tile, 64, 132).args
         left, right = (ranges.UNLIMITED if w is None else w for w in (problem.window_left, problem.window_right))
         padded = -(-seqlen_k // tile.block_n) * tile.block_n
@@ -241,8 +241,8 @@ def test_scores_start_at_lse_only_where_it_can_be_divided_by_the_scale(options, 
     q = torch.empty(1, 64, 1, 128, dtype=torch.bfloat16, device="meta")
     problem, _ = describe(q, q, q)
     problem = dataclasses.replace(problem, **options)
-    sums = {name: torch.empty(64, device="meta") for name in ("lse2", "delta")}
-    tensors = {"q": q, "k": q, "v": q, "dout": q, "dk": q, "dv": q, **sums}
+    lse_delta = torch.empty(128, device="meta")
+    tensors = {"q": q, "k": q, "v": q, "dout": q, "dk": q, "dv": q, "lse_delta": lse_delta}
     tile = BwdTile(64, start_at_lse=True, bulk_dq=True)
     before, main = fa3.preprocess_launch(problem, tensors, tile), fa3.backward_launch(problem, tensors, tile, 132)
     assert before.args["START"] == main.args["START"] == starts

@@ -61,12 +61,19 @@ def test_lse_delta_and_dq_of_each_row(varlen, head_dim, tile, device):
     else:
         in_order = torch.empty(tiles, block_m * block_d, device=device)
         in_order[:, order_of_dq(block_m, block_d).flatten()] = dq_sum.flatten(1)
-    lse2, delta = torch.full((2, tiles * block_m), math.nan, device=device)
+    lse_delta = torch.full((tiles, 2, block_m), math.nan, device=device)
     dq = torch.full_like(q, math.nan)
-    tensors = {"out": out, "dout": dout, "lse": lse, "dlse": dlse, "lse2": lse2, "delta": delta, "dq_sum": in_order}
+    tensors = {"out": out, "dout": dout, "lse": lse, "dlse": dlse, "lse_delta": lse_delta, "dq_sum": in_order}
     tensors |= {"dq": dq, "cu_seqlens_q": cu} if varlen else {"dq": dq}
-    for record in (fa3.preprocess_launch(problem, tensors, tile), fa3.convert_launch(problem, tensors, tile)):
+
+    def launch(record):
         record.kernel[record.grid](*record.bound(), num_warps=record.num_warps)
+
+    cleared = torch.full_like(in_order, math.nan)
+    launch(fa3.preprocess_launch(problem, tensors | {"dq_sum": cleared}, tile))
+    launch(fa3.convert_launch(problem, tensors | {"dq_sum": cleared}, tile))
+    assert dq.count_nonzero() == 0  # also where no sequence is
+    launch(fa3.convert_launch(problem, tensors, tile))
 
     # As (rows, heads, ...), and the first tile and row of each sequence.
     flat = [t.flatten(0, -3).float() for t in (out, dout, dq)]
@@ -89,9 +96,9 @@ def test_lse_delta_and_dq_of_each_row(varlen, head_dim, tile, device):
             row_sum = dq_sum[of_tile, (row % block_m)[:, None], :head_dim]
         torch.testing.assert_close(row_dq, row_sum * problem.softmax_scale, rtol=2e-3, atol=2e-3)
         i = (row % block_m)[:, None]
-        at = of_tile * block_m + i // 16 * 16 + i % 8 // 2 * 4 + i // 8 % 2 * 2 + i % 2
+        at = i // 16 * 16 + i % 8 // 2 * 4 + i // 8 % 2 * 2 + i % 2
         lse_factor = -1 / problem.softmax_scale if tile.start_at_lse else math.log2(math.e)
-        torch.testing.assert_close(lse2[at], row_lse * lse_factor)
+        torch.testing.assert_close(lse_delta[of_tile, 0, at], row_lse * lse_factor)
         delta_factor = -1 if tile.start_at_lse else 1
         row_delta = (row_out * row_dout).sum(-1) - row_dlse
-        torch.testing.assert_close(delta[at], delta_factor * row_delta, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(lse_delta[of_tile, 1, at], delta_factor * row_delta, rtol=1e-3, atol=1e-3)

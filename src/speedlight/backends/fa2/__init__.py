@@ -120,7 +120,6 @@ def backward(
         tensors["delta"] = torch.empty_like(lse)
     if dlse is not None:
         tensors["dlse"] = dlse
-    device = problem.device
     terms: tuple[Any, ...] = ()
     if not problem.plain:
         add_lengths(tensors, inputs)
@@ -136,27 +135,11 @@ def backward(
             assert problem.bias is not None
             splits = _splits(problem, problem.bias.shape)
             tensors["dbias"] = d_bias = lse.new_empty((splits, *problem.bias.shape))
-
-    def build() -> list[Launch]:
-        tile = backward_tile(problem, target_of(device), vectorised(problem, (q, k, v, dout)))
-        launches = []
-        if needs.q or needs.alibi_slopes:
-            launches.append(dq_launch(problem, tensors, tile.dq))
-        elif "delta" in tensors:
-            launches.append(delta_launch(problem, tensors))
-        if needs.k or needs.v:
-            launches.append(dkdv_launch(problem, tensors, tile.dkdv))
-        if needs.alibi_slopes or needs.sink:
-            launches.append(heads_launch(problem, tensors))
-        if needs.bias:
-            launches.append(dbias_launch(problem, tensors, tile.dq))
-        return launches
-
     key = (
         "fa2.backward", problem, q.stride(), k.stride(), v.stride(), dout.stride(),
         None if dlse is None else dlse.stride(), needs, terms,
     )  # fmt: skip
-    launch.run(key, device, tensors, build)
+    launch.run(key, problem.device, tensors, lambda: backward_launches_for(problem, tensors))
     if d_slopes is not None and not problem.alibi_batched:
         d_slopes = d_slopes.sum(0)
     if d_sink is not None:
@@ -188,6 +171,24 @@ def _splits(problem: AttentionProblem, shape: tuple[int, ...]) -> int:
     own = shape[0] * shape[1] * rows * keys
     tiles = -(-problem.seqlen_q // _SPLIT_BLOCK) * -(-problem.seqlen_k // _SPLIT_BLOCK)
     return max(1, min(_SPLIT_PROGRAMS // max(own, 1), problem.batch * problem.num_heads * tiles // max(own, 1)))
+
+
+def backward_launches_for(problem: AttentionProblem, tensors: Tensors) -> list[Launch]:
+    """As forward_launch_for. The gradients asked for are in ``tensors``."""
+    read = tensors["q"], tensors["k"], tensors["v"], tensors["dout"]
+    tile = backward_tile(problem, target_of(problem.device), vectorised(problem, read))
+    launches = []
+    if tensors.keys() & {"dq", "dslopes"}:
+        launches.append(dq_launch(problem, tensors, tile.dq))
+    elif tensors.keys() & {"dk", "dsink", "dbias"}:
+        launches.append(delta_launch(problem, tensors))
+    if tensors.keys() & {"dk", "dv"}:
+        launches.append(dkdv_launch(problem, tensors, tile.dkdv))
+    if tensors.keys() & {"dslope", "dsink"}:
+        launches.append(heads_launch(problem, tensors))
+    if "dbias" in tensors:
+        launches.append(dbias_launch(problem, tensors, tile.dq))
+    return launches
 
 
 # Launch records. Tensors may be on the meta device: nothing here reads a value.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from concurrent.futures import ThreadPoolExecutor
+from operator import or_
 from typing import Any
 
 import torch
@@ -88,34 +89,28 @@ def backward(
     problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None,
     needs: Needs,
 ) -> Grads:  # fmt: skip
-    if not OWN_BACKWARD or dout is None:
+    # Rows of dq and dk are head_dim long, wherever those of q and k start.
+    if not OWN_BACKWARD or dout is None or problem.head_dim % 8:
         return fa2.backward(problem, inputs, out, lse, dout, dlse, needs)
     q, k, v = inputs[:3]
-    key = (
-        "fa3.backward", problem, q.stride(), k.stride(), v.stride(), dout.stride(),
-        None if dlse is None else dlse.stride(), needs.q, needs.k, needs.v,
-    )  # fmt: skip
-    # Rows of dq and dk are head_dim long, wherever those of q and k start.
-    unaligned = problem.head_dim % 8 or (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15
-    if unaligned or not _addressable_once(key, problem, (q, k, v, dout)):
-        return fa2.backward(problem, inputs, out, lse, dout, dlse, needs)
-    device = problem.device
     # By a kernel of its own dQ has the same bits every time, and any number of columns.
     apart = problem.deterministic or max(problem.head_dim, problem.head_dim_v) > 128 or not (needs.k or needs.v)
     tile = backward_tile(problem, apart)
-    # lse2 and delta are by tile of rows, then head, as is the sum that threads add to.
+    # lse_delta is by tile of rows, then head, as is the sum that threads add to.
     blocks = tiles_of(problem, problem.seqlen_q, tile.block_m) * problem.num_heads
-    lse2, delta = torch.empty((2, blocks * tile.block_m), dtype=torch.float32, device=device)
+    rows = blocks * tile.block_m
+    lse_delta = q.new_empty(2 * rows, dtype=torch.float32)
     tensors = {
-        "q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "lse2": lse2, "delta": delta,
-        "counter": _counter(device),
+        "q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "lse_delta": lse_delta,
+        "delta": lse_delta,  # for fa2's kernels
+        "counter": _counter(problem.device),
     }  # fmt: skip
     dq = dk = dv = None
     if needs.q:
         tensors["dq"] = dq = new(q)
         if not apart:
-            sum_shape = q.shape if tile.bulk_dq else (blocks, tile.block_m, block_dim(problem.head_dim))
-            tensors["dq_sum"] = torch.zeros(sum_shape, dtype=torch.float32, device=device)
+            sum_shape = q.shape if tile.bulk_dq else (rows, block_dim(problem.head_dim))
+            tensors["dq_sum"] = q.new_empty(*sum_shape, dtype=torch.float32)
     if needs.k:
         tensors["dk"] = dk = new(k)
     if needs.v:
@@ -126,7 +121,10 @@ def backward(
         add_lengths(tensors, inputs)
 
     def build() -> list[Launch]:
-        num_sms = _num_sms(device)
+        read = q, k, v, dout
+        if functools.reduce(or_, map(Tensor.data_ptr, read)) & 15 or not _addressable(problem, read):
+            return fa2.backward_launches_for(problem, tensors)
+        num_sms = _num_sms(problem.device)
         launches = [preprocess_launch(problem, tensors, tile)]
         if tile.apart:
             for other in ("dk", "dv"):
@@ -141,22 +139,12 @@ def backward(
             launches.append(convert_launch(problem, tensors, tile))
         return launches
 
-    launch.run(key, device, tensors, build)
+    key = (
+        "fa3.backward", problem, q.stride(), k.stride(), v.stride(), dout.stride(),
+        None if dlse is None else dlse.stride(), needs.q, needs.k, needs.v,
+    )  # fmt: skip
+    launch.run(key, problem.device, tensors, build)
     return Grads(dq, dk, dv)
-
-
-_ADDRESSABLE: dict[Any, bool] = {}
-_ADDRESSABLE_LIMIT = 4096
-
-
-def _addressable_once(key: Any, problem: AttentionProblem, tensors: tuple[Tensor, ...]) -> bool:
-    """_addressable, remembered: it takes a good part of a call's host time."""
-    addressable = _ADDRESSABLE.get(key)
-    if addressable is None:
-        if len(_ADDRESSABLE) >= _ADDRESSABLE_LIMIT:
-            _ADDRESSABLE.clear()
-        addressable = _ADDRESSABLE[key] = _addressable(problem, tensors)
-    return addressable
 
 
 def _addressable(problem: AttentionProblem, tensors: tuple[Tensor, ...]) -> bool:
@@ -268,9 +256,12 @@ def preprocess_launch(problem: AttentionProblem, tensors: Tensors, tile: BwdTile
         **dlse_strides(problem, tensors),
         "softmax_scale": problem.softmax_scale,
         "START": _starts_at_lse(problem, tile),
+        "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_D": block_dim(problem.head_dim),
         "BLOCK_DV": block_dim(problem.head_dim_v),
         "UNIT": unit,
+        "BULK": tile.bulk_dq,
     }
     return _by_rows(_attn_bwd_preprocess_kernel, problem, tensors, tile, args)
 
@@ -375,14 +366,12 @@ def backward_launch(problem: AttentionProblem, tensors: Tensors, tile: BwdTile, 
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
     blocks_q, blocks_kv = (1, tile.block_m, 1, block_d), (1, 64 if tile.apart else tile.block_n, 1, block_d)
-    rows = tuple(tensors["lse2"].shape)
     descriptors = {
         "q": _descriptor(problem, tensors, "q", blocks_q),
         "k": _descriptor(problem, tensors, "k", blocks_kv),
         "v": _descriptor(problem, tensors, "v", (*blocks_kv[:3], block_dv)),
         "dout": _descriptor(problem, tensors, "dout", (*blocks_q[:3], block_dv)),
-        "lse2": Descriptor("lse2", rows, (1,), (tile.block_m,)),
-        "delta": Descriptor("delta", rows, (1,), (tile.block_m,)),
+        "lse_delta": Descriptor("lse_delta", tuple(tensors["lse_delta"].shape), (1,), (tile.block_m,)),
     }
     for name, dim in (("dk", block_d), ("dv", block_dv)):
         if name in tensors:

@@ -437,7 +437,7 @@ def _staging(tiles, dq_s, BLOCK: gl.constexpr, SHARED: gl.constexpr):
     ]
 )  # fmt: skip
 def _attn_bwd_kernel(
-    q, k, v, dout, lse2, delta, dq_sum, dk_tiles, dv_tiles, dk, dv, counter, cu_seqlens_q, cu_seqlens_k, seqused_q,
+    q, k, v, dout, lse_delta, dq_sum, dk_tiles, dv_tiles, dk, dv, counter, cu_seqlens_q, cu_seqlens_k, seqused_q,
     seqused_k,
     batch, num_heads, group_size, seqlen_q, seqlen_k, num_tiles, heads_together, window_left, window_right,
     softmax_scale, softcap,
@@ -448,7 +448,7 @@ def _attn_bwd_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), dout (B, Sq, H, Dv), dk_tiles and dv_tiles as TMA
-    descriptors, as are lse2 and delta. Packed: B = 1. Those two and dq_sum, fp32, are in the orders of preprocess.py;
+    descriptors, as is lse_delta. Packed: B = 1. That and dq_sum, fp32, are in the orders of preprocess.py;
     with BULK dq_sum is as q, and a TMA descriptor.
     Without dq_sum, dk or dv that gradient is left out."""
     RAGGED: gl.constexpr = cu_seqlens_q is not None or seqused_q is not None or seqused_k is not None
@@ -463,8 +463,8 @@ def _attn_bwd_kernel(
     v_s = k_s
     if NEED_DQ or NEED_DK:
         v_s = gl.allocate_shared_memory(dtype, [PARTS, 1, BLOCK_N // PARTS, 1, BLOCK_DV], v.layout)
-    lse_s = gl.allocate_shared_memory(gl.float32, [NST, BLOCK_M], lse2.layout)
-    delta_s = gl.allocate_shared_memory(gl.float32, [NSTO, BLOCK_M], delta.layout)
+    lse_s = gl.allocate_shared_memory(gl.float32, [NST, BLOCK_M], lse_delta.layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [NSTO, BLOCK_M], lse_delta.layout)
     if NEED_DQ:
         ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
         ds_s = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], ds_layout)
@@ -526,7 +526,7 @@ def _attn_bwd_kernel(
             (_consumer, (shared, 1, BLOCK_M, BLOCK_N, NST, NSTO, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT,
                          HAS_RIGHT, MASKS, CLEAR, RAGGED, SOFTCAP, NEED_DQ, NEED_DK, NEED_DV, NAMED, START, BULK,
                          APART)),
-            (query_producer, (q, k, v, dout, lse2, delta, keys, ring, notes, counter, sides, batch, num_heads,
+            (query_producer, (q, k, v, dout, lse_delta, keys, ring, notes, counter, sides, batch, num_heads,
                               group_size, seqlen_q, seqlen_k, num_tiles, heads_together, left, right, BLOCK_M, BLOCK_N,
                               NST, NSTO, NEED_DQ or NEED_DK, APART, NAMED)),
         ],

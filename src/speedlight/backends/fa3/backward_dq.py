@@ -102,13 +102,13 @@ def _step(
 
 
 @gluon.jit
-def _rows_of(lse2, delta, first_tile, row, num_heads, h, rows_left, ROWS: gl.constexpr, layout: gl.constexpr):
+def _rows_of(lse_delta, first_tile, row, num_heads, h, rows_left, ROWS: gl.constexpr, layout: gl.constexpr):
     """lse and delta of 64 rows of a sequence, from where preprocess.py has put them; inf and 0 past it."""
     i = row + gl.arange(0, 64, layout)
     within = i % ROWS // 16 * 16 + i % 8 // 2 * 4 + i // 8 % 2 * 2 + i % 2
-    at = ((first_tile + i // ROWS) * num_heads + h).to(gl.int64) * ROWS + within
+    at = lse_delta + ((first_tile + i // ROWS) * num_heads + h).to(gl.int64) * (2 * ROWS) + within
     inside = gl.arange(0, 64, layout) < rows_left
-    return gl.load(lse2 + at, mask=inside, other=float("inf")), gl.load(delta + at, mask=inside, other=0.0)
+    return gl.load(at, mask=inside, other=float("inf")), gl.load(at + ROWS, mask=inside, other=0.0)
 
 
 @gluon.jit
@@ -118,13 +118,12 @@ def _consumer(
     HAS_RIGHT: gl.constexpr, MASKS: gl.constexpr, CLEAR: gl.constexpr, RAGGED: gl.constexpr, SOFTCAP: gl.constexpr,
     OWN_STAGING: gl.constexpr, NAMED: gl.constexpr, QREG: gl.constexpr,
 ):  # fmt: skip
-    outputs, queries, ring, notes, rows, sizes, left, right, scale, softcap, softmax_scale = shared
+    outputs, queries, ring, notes, lse_delta, sizes, left, right, scale, softcap, softmax_scale = shared
     num_heads, seqlen_q, seqlen_k = sizes
     dq_tiles, dq_out, dq_s = outputs
     q_s, do_s, q_full, q_empty = queries
     k_s, v_s, k_full, k_empty, v_full, v_empty = ring
     barriers = (k_full, k_empty, v_full, v_empty)
-    lse2, delta = rows
     facts_empty = notes[2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -147,7 +146,7 @@ def _consumer(
         seen_lo, seen_hi = seen_keys(used_q, used_k, left, right)
         lengths = (used_q, used_k, seen_lo, seen_hi)
         if count > 0:
-            values = _rows_of(lse2, delta, first_tile, row, num_heads, h, q_rows - row, ROWS, row_layout)
+            values = _rows_of(lse_delta, first_tile, row, num_heads, h, q_rows - row, ROWS, row_layout)
             dq = gl.zeros([64, BLOCK_D], gl.float32, dq_layout)
             mbarrier.wait(q_full.index(WG), queries_before & 1)
             q, do = q_s, do_s
@@ -213,7 +212,7 @@ def _consumer(
     ]
 )  # fmt: skip
 def _attn_bwd_dq_kernel(
-    q, k, v, dout, lse2, delta, dq_tiles, dq, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+    q, k, v, dout, lse_delta, dq_tiles, dq, counter, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
     batch, num_heads, group_size, seqlen_q, seqlen_k, num_tiles, heads_together, window_left, window_right,
     softmax_scale, softcap,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LEFT: gl.constexpr,
@@ -222,8 +221,7 @@ def _attn_bwd_dq_kernel(
     QREG: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), dout (B, Sq, H, Dv) and dq_tiles, as q, as TMA descriptors;
-    dq is the memory of dq_tiles. Packed: B = 1. lse2 and delta are by tile of ROWS rows, in the order of
-    preprocess.py."""
+    dq is the memory of dq_tiles. Packed: B = 1. lse_delta is by tile of ROWS rows, in the order of preprocess.py."""
     RAGGED: gl.constexpr = cu_seqlens_q is not None or seqused_q is not None or seqused_k is not None
     dtype: gl.constexpr = q.dtype
     q_s = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, BLOCK_D], q.layout)
@@ -262,10 +260,9 @@ def _attn_bwd_dq_kernel(
     queries = (q_s, do_s, q_full, q_empty)
     ring = (k_s, v_s, k_full, k_empty, v_full, v_empty)
     notes = (facts, facts_full, facts_empty)
-    rows = (lse2, delta)
     sides = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     sizes = (num_heads, seqlen_q, seqlen_k)
-    shared = (outputs, queries, ring, notes, rows, sizes, left, right, scale, softcap, softmax_scale)
+    shared = (outputs, queries, ring, notes, lse_delta, sizes, left, right, scale, softcap, softmax_scale)
     gl.warp_specialize(
         [
             (_consumer, (shared, 0, BLOCK_N, NST, NSTV, ROWS, HEAD_DIM, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, MASKS,

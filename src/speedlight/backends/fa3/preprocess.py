@@ -20,17 +20,19 @@ def _locate_rows(tile, cu_seqlens_q, batch, seqlen_q, BLOCK_M: tl.constexpr):
 
 @triton.jit(do_not_specialize=["batch", "num_heads", "seqlen_q"])
 def _attn_bwd_preprocess_kernel(
-    out, dout, lse, dlse, lse2, delta, cu_seqlens_q,
+    out, dout, lse, dlse, lse_delta, dq_sum, cu_seqlens_q,
     stride_dob, stride_dom, stride_doh, stride_dlb, stride_dlh, stride_dlm,
     batch, num_heads, seqlen_q,
     softmax_scale,
-    HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, START: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, START: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(out * dout) - dlse, and lse in log2 units, for one tile of rows and one head.
+    """delta = rowsum(out * dout) - dlse, lse in log2 units, and zeros in dq_sum, for one tile of rows and one head.
 
-    Rows past the sequence, and rows that see nothing, get lse2 = inf, so that their weights are 0, and delta 0. Row
-    16 a + 8 b + 2 c + d of a tile is at 16 a + 4 c + 2 b + d, so that a thread of the backward kernel finds its rows
-    together. With START they are what S (before the scale) and dP start at: -lse / softmax_scale and -delta."""
+    lse_delta has, for each tile and head, BLOCK_M of lse, then as many of delta. Rows past the sequence, and rows that
+    see nothing, get lse = inf, so that their weights are 0, and delta 0. Row 16 a + 8 b + 2 c + d of a tile is at
+    16 a + 4 c + 2 b + d, so that a thread of the backward kernel finds its rows together. With START they are what S
+    (before the scale) and dP start at: -lse / softmax_scale and -delta."""
     pid = tl.program_id(0)
     h = pid % num_heads
     b, first, rows = _locate_rows(pid // num_heads, cu_seqlens_q, batch, seqlen_q, BLOCK_M)
@@ -50,11 +52,19 @@ def _attn_bwd_preprocess_kernel(
         delta_i -= tl.load(dlse + place, mask=inside, other=0.0)
     lse_i = tl.load(lse + (b * num_heads + h) * seqlen_q + m, mask=inside, other=float("-inf"))
     empty = lse_i == float("-inf")
-    to = tl.cast(pid, tl.int64) * BLOCK_M + i // 16 * 16 + i % 8 // 2 * 4 + i // 8 % 2 * 2 + i % 2
+    to = lse_delta + tl.cast(pid, tl.int64) * (2 * BLOCK_M) + i // 16 * 16 + i % 8 // 2 * 4 + i // 8 % 2 * 2 + i % 2
     lse_i = tl.where(empty, float("inf"), lse_i)
-    tl.store(lse2 + to, lse_i / -softmax_scale if START else lse_i * LOG2_E)
+    tl.store(to, lse_i / -softmax_scale if START else lse_i * LOG2_E)
     delta_i = tl.where(empty, 0.0, delta_i)
-    tl.store(delta + to, -delta_i if START else delta_i)
+    tl.store(to + BLOCK_M, -delta_i if START else delta_i)
+    if dq_sum is not None:
+        d = tl.arange(0, BLOCK_D)
+        zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        if BULK:
+            tl.store(dq_sum + row * HEAD_DIM + d[None, :], zeros, mask=inside[:, None] & (d < HEAD_DIM)[None, :])
+        else:
+            tile = dq_sum + tl.cast(pid, tl.int64) * (BLOCK_M * BLOCK_D)
+            tl.store(tile + i[:, None] * BLOCK_D + d[None, :], zeros)
 
 
 @triton.jit(do_not_specialize=["batch", "num_heads", "seqlen_q"])

@@ -198,7 +198,7 @@ def _locate_keys(tile, sides, batch, num_heads_kv, seqlen_q, seqlen_k, num_tiles
 
 @gluon.jit
 def query_producer(
-    q, k, v, dout, lse2, delta, keys, ring, notes, counter, sides, batch, num_heads, group_size, seqlen_q, seqlen_k,
+    q, k, v, dout, lse_delta, keys, ring, notes, counter, sides, batch, num_heads, group_size, seqlen_q, seqlen_k,
     num_tiles, heads_together, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NST: gl.constexpr,
     NSTO: gl.constexpr, NEED_V: gl.constexpr, APART: gl.constexpr, NAMED: gl.constexpr,
 ):  # fmt: skip
@@ -245,16 +245,16 @@ def query_producer(
             for n in range(count):
                 block = first + query_block(n, count, low, high, turn)
                 start_m = block * BLOCK_M
-                lse_row = ((first_tile_before + block) * num_heads + h) * BLOCK_M
+                lse_row = ((first_tile_before + block) * num_heads + h) * (2 * BLOCK_M)
                 stage = blocks_before % NST
                 acquire(q_empty, blocks_before, 5, 2, NST, NAMED)
                 mbarrier.expect(q_full.index(stage), q.block_type.nbytes + BLOCK_M * 4)
-                tma_load(lse2, [lse_row], q_full.index(stage), lse_s.index(stage))
+                tma_load(lse_delta, [lse_row], q_full.index(stage), lse_s.index(stage))
                 tma_load(q, [batch_row, row + start_m, h, 0], q_full.index(stage), q_s.index(stage))
                 stage = blocks_before % NSTO
                 acquire(do_empty, blocks_before, 12, 2, NSTO, NAMED)
                 mbarrier.expect(do_full.index(stage), dout.block_type.nbytes + BLOCK_M * 4)
-                tma_load(delta, [lse_row], do_full.index(stage), delta_s.index(stage))
+                tma_load(lse_delta, [lse_row + BLOCK_M], do_full.index(stage), delta_s.index(stage))
                 tma_load(dout, [batch_row, row + start_m, h, 0], do_full.index(stage), do_s.index(stage))
                 blocks_before += 1
     wait_for_room(notes, tiles_before)
